@@ -1,0 +1,137 @@
+"""Bundles: a directory of Parquet tables with one metadata block and one hash over all of them.
+
+Traces, plans and timelines are bundles. Page checksums are written and verified (a flipped bit in a
+data page would otherwise read back as another number), and every file carries the hash of the whole
+bundle, so that files of two versions cannot be mixed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from teraio.contracts.output import recover_directory, replacing_directory
+from teraio.contracts.table import Table
+from teraio.errors import InputError, OffloadWarning
+
+FORMAT_VERSION = 1
+_KEY = b"teraio"
+
+M = TypeVar("M")
+
+
+def content_hash(tables: Mapping[str, Table], metadata: Any) -> str:
+    """SHA-256 over all tables and the metadata: the identity that plans keep of their trace."""
+    digest = hashlib.sha256(_metadata_text(metadata).encode())
+    for name, table in tables.items():
+        digest.update(f"[{name}]".encode())
+        table.update_digest(digest)
+    return digest.hexdigest()
+
+
+def save_bundle(path: Path, kind: str, tables: Mapping[str, Table], metadata: Any) -> None:
+    """Write tables (by name) and a metadata dataclass to the directory ``path``, atomically.
+
+    Raises InputError if something that is not teraio's stands at ``path``.
+    """
+    import pyarrow.parquet as pq
+
+    block = json.dumps(
+        {
+            "kind": kind,
+            "format_version": FORMAT_VERSION,
+            "hash": content_hash(tables, metadata),
+            "metadata": asdict(metadata),
+        },
+        allow_nan=False,
+    )
+    with replacing_directory(path) as temporary:
+        for name, table in tables.items():
+            arrow = table.to_arrow().replace_schema_metadata({_KEY: block})
+            pq.write_table(
+                arrow,
+                temporary / f"{name}.parquet",
+                compression="zstd",
+                write_page_checksum=True,
+            )
+
+
+def load_bundle(
+    path: Path, kind: str, tables: Mapping[str, type[Table]], metadata_class: type[M]
+) -> tuple[dict[str, Any], M]:
+    """Read what :func:`save_bundle` wrote, verifying checksums, kind, version and hash.
+
+    Raises InputError that names the file and what is wrong with it.
+    """
+    if recover_directory(path):
+        message = f"{path}: a save was interrupted; the version before it was restored"
+        warnings.warn(message, OffloadWarning, stacklevel=3)
+    if not path.is_dir():
+        raise InputError(f"{path}: no such {kind} directory")
+    loaded: dict[str, Any] = {}
+    blocks: dict[str, dict[str, Any]] = {}
+    for name, table_class in tables.items():
+        file = path / f"{name}.parquet"
+        loaded[name], blocks[name] = _read_file(file, table_class)
+    first = next(iter(blocks.values()))
+    for name, block in blocks.items():
+        _check_block(block, first, kind, path / f"{name}.parquet")
+    metadata = build_dataclass(metadata_class, first["metadata"], str(path))
+    if content_hash(loaded, metadata) != first["hash"]:
+        raise InputError(f"{path}: the content does not match its hash; the files were changed")
+    return loaded, metadata
+
+
+def _read_file(file: Path, table_class: type[Table]) -> tuple[Table, dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not file.is_file():
+        raise InputError(f"{file}: missing; the bundle is incomplete")
+    try:
+        arrow = pq.ParquetFile(file, page_checksum_verification=True).read()
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{file}: not readable as Parquet ({reason})") from None
+    try:
+        block = json.loads((arrow.schema.metadata or {})[_KEY])
+    except (KeyError, ValueError):
+        raise InputError(f"{file}: has no teraio metadata block") from None
+    return table_class.from_arrow(arrow, str(file)), block
+
+
+def _check_block(block: dict[str, Any], first: dict[str, Any], kind: str, file: Path) -> None:
+    if block.get("kind") != kind:
+        raise InputError(f"{file}: holds a {block.get('kind')}, not a {kind}")
+    if block.get("format_version") != FORMAT_VERSION:
+        raise InputError(
+            f"{file}: format version {block.get('format_version')} "
+            f"is not {FORMAT_VERSION}, which this teraio reads"
+        )
+    if block.get("hash") != first.get("hash"):
+        raise InputError(f"{file}: belongs to another save than the files beside it (hash differs)")
+
+
+def build_dataclass(cls: type[M], values: Any, where: str) -> M:
+    """A dataclass from a mapping; InputError names an unknown or missing field."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where}: expected fields of {cls.__name__}, got {values!r}")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise InputError(f"{where}: unknown field {name}")
+    for name, field in known.items():
+        is_required = field.default is NO_DEFAULT and field.default_factory is NO_DEFAULT
+        if is_required and name not in values:
+            raise InputError(f"{where}: field {name} is missing")
+    return cls(**values)
+
+
+def _metadata_text(metadata: Any) -> str:
+    return json.dumps(asdict(metadata), sort_keys=True, allow_nan=False)
