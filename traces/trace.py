@@ -102,7 +102,8 @@ class Storages(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class TraceMetadata:
-    """Where a trace comes from. ``optimizer_steps`` counts ``Optimizer.step`` calls per iteration.
+    """Where a trace comes from. ``optimizer_steps`` counts ``Optimizer.step`` calls per iteration;
+    list operators were split into buckets of ``bucket_bytes`` (0: not split).
 
     ``known_differences`` lists how a trace that was not measured departs from a real run.
     """
@@ -115,6 +116,7 @@ class TraceMetadata:
     world_size: int = 1
     micro_batches: int = 1
     optimizer_steps: int = 1
+    bucket_bytes: int = 0
     model: str = ""
     optimizer: str = ""
     optimizer_implementation: str = ""

@@ -208,6 +208,7 @@ class PlanMetadata:
     device: str = "cpu"
     micro_batches: int = 1
     optimizer_steps: int = 1
+    bucket_bytes: int = 0
     allocator_rounding_bytes: int = 1
 
 

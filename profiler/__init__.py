@@ -1,0 +1,1 @@
+"""Profiling: one training iteration, watched in stock PyTorch, becomes a trace."""

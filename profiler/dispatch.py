@@ -1,0 +1,299 @@
+"""The dispatch mode that recorder and executor share: the same kernels, seen the same way.
+
+Both must agree to the letter on what a kernel is, on its index, on which storage is which, and on
+where an iteration ends; so all of it is decided here. An iteration ends right after the last
+optimizer kernel of a step: after every ``optimizer_steps`` calls of ``Optimizer.step``. Loops that
+use no ``torch.optim`` optimizer end theirs by :meth:`KernelMode.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from teraio.profiler.names import NameBook
+from teraio.profiler.operators import (
+    DEFAULT_BUCKET_BYTES,
+    Operator,
+    OperatorKind,
+    SignatureBook,
+    bucket_bounds,
+    describe_operator,
+    list_length,
+    nested_tensors,
+    slice_lists,
+    tensors_with_flags,
+)
+from teraio.profiler.storages import StorageRegistry, StorageState
+
+READ, WRITE = 1, 2
+
+
+class KernelCall:
+    """One kernel about to run.
+
+    ``flags`` maps each storage that it touches, in order of appearance, to READ | WRITE (0: a view
+    since the last kernel needs it resident). ``born`` lists storages first seen here, in order:
+    before the kernel runs the foreign ones among its arguments, afterwards its outputs too.
+    """
+
+    __slots__ = (
+        "args",
+        "born",
+        "flags",
+        "func",
+        "kwargs",
+        "operator",
+        "requires_grad",
+        "signature",
+    )
+
+    def __init__(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.func = func
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs
+        self.flags: dict[StorageState, int] = {}
+        self.born: list[StorageState] = []
+        self.signature = 0
+        self.requires_grad = False
+
+
+class KernelMode(TorchDispatchMode):
+    """Counts kernels and iterations, identifies storages, splits list operators into buckets.
+
+    Subclasses override ``before_kernel``, ``run_kernel``, ``after_kernel``, ``on_view``,
+    ``on_death`` and ``on_iteration_end``. Use as a context manager around the training loop.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions run compiled; torch would silently run them eagerly otherwise."""
+        return True
+
+    def __init__(
+        self,
+        *,
+        device_type: str = "cpu",
+        optimizer_steps: int = 1,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        super().__init__()
+        self.kernel = 0
+        self.iteration = 0
+        self.optimizer_steps = optimizer_steps
+        self.bucket_bytes = bucket_bytes
+        self.in_optimizer = False
+        self.names = NameBook()
+        self.registry = StorageRegistry(device_type, self.on_death)
+        self._signatures = SignatureBook()
+        self._operators: dict[Any, Operator] = {}
+        self._viewed: dict[StorageState, int] = {}
+        self._born_by_views: list[StorageState] = []
+        self._next_ordinal = 0
+        self._steps_in_iteration = 0
+        self._has_seen_optimizer = False
+        self._hook_handles: list[Any] = []
+        self._module_depth = 0
+
+    # What subclasses do at each moment
+
+    def before_kernel(self, call: KernelCall) -> None:
+        """Arguments are known, nothing has run."""
+
+    def run_kernel(self, call: KernelCall) -> Any:
+        """Run the operator."""
+        return call.func(*call.args, **call.kwargs)
+
+    def after_kernel(self, call: KernelCall) -> None:
+        """The operator has run (or was launched); ``call.born`` now holds its outputs too."""
+
+    def on_view(self, state: StorageState) -> None:
+        """A view of this storage is about to be taken: it must be resident."""
+
+    def on_death(self, state: StorageState) -> None:
+        """The storage's memory was freed, after the kernel before ``self.kernel``."""
+
+    def on_iteration_end(self) -> None:
+        """An iteration has ended; ``self.iteration`` and ``self.kernel`` still number it."""
+
+    # Entering and leaving
+
+    def __enter__(self) -> Self:
+        self._hook_handles = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+            torch.nn.modules.module.register_module_forward_pre_hook(self._module_begins),
+            torch.nn.modules.module.register_module_forward_hook(
+                self._module_ends, always_call=True
+            ),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            super().__exit__(*exception)
+        finally:
+            for handle in self._hook_handles:
+                handle.remove()
+            self._hook_handles = []
+
+    # Iterations
+
+    def step(self) -> None:
+        """Mark the end of a loop's iteration; it counts only where no optimizer has stepped."""
+        if not self._has_seen_optimizer:
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        self.on_iteration_end()
+        self.iteration += 1
+        self.kernel = 0
+        self._steps_in_iteration = 0
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.names.add_optimizer(optimizer)
+        self.in_optimizer = True
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.in_optimizer = False
+        self._has_seen_optimizer = True
+        self._steps_in_iteration += 1
+        if self._steps_in_iteration >= self.optimizer_steps:
+            self._end_iteration()
+
+    def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
+        if self._module_depth == 0:
+            self.names.add_model(module)
+        self._module_depth += 1
+
+    def _module_ends(self, module: torch.nn.Module, *_: Any) -> None:
+        self._module_depth = max(0, self._module_depth - 1)
+
+    # Dispatch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = describe_operator(func)
+        if operator.kind is OperatorKind.IGNORED:
+            return func(*args, **kwargs)
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented
+        if operator.kind is OperatorKind.VIEW:
+            self._view(args, kwargs)
+            return func(*args, **kwargs)
+        if operator.kind is OperatorKind.LIST_KERNEL:
+            return self._run_in_buckets(func, operator, args, kwargs)
+        return self._run(func, operator, args, kwargs)
+
+    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            for tensor in nested_tensors(value):
+                state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=True)
+                if state is None:
+                    continue
+                if is_new:
+                    self._born_by_views.append(state)
+                self._viewed.setdefault(state, 0)
+                self.on_view(state)
+
+    def _run(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = self._prepare(func, operator, args, kwargs)
+        self.before_kernel(call)
+        result = self.run_kernel(call)
+        self._find_births(call, result)
+        self.after_kernel(call)
+        self.kernel += 1
+        self._next_ordinal = 0
+        return result
+
+    def _prepare(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KernelCall:
+        call = KernelCall(func, operator, args, kwargs)
+        call.born, self._born_by_views = self._born_by_views, []
+        call.flags, self._viewed = self._viewed, {}
+        tensors = []
+        for tensor, reads, writes in tensors_with_flags(operator, args, kwargs):
+            tensors.append(tensor)
+            if tensor.requires_grad:
+                call.requires_grad = True
+            state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=True)
+            if state is None:
+                continue
+            if is_new:
+                call.born.append(state)
+            flags = call.flags.get(state, 0)
+            call.flags[state] = flags | (READ if reads else 0) | (WRITE if writes else 0)
+        call.signature = self._signatures.signature(operator.name, tensors)
+        return call
+
+    def _find_births(self, call: KernelCall, result: Any) -> None:
+        for tensor in nested_tensors(result):
+            state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=False)
+            if state is not None and is_new:
+                call.born.append(state)
+                call.flags[state] = WRITE
+        if call.operator.may_resize:
+            self._find_resized(call)
+
+    def _find_resized(self, call: KernelCall) -> None:
+        for state, flags in list(call.flags.items()):
+            storage = state.reference()
+            if storage is None or not flags & WRITE or storage.nbytes() == state.nbytes:
+                continue
+            reborn = self.registry.rebirth(state, self._birth())
+            if reborn is not None:
+                call.born.append(reborn)
+                del call.flags[state]
+                call.flags[reborn] = WRITE
+
+    def _birth(self) -> tuple[int, int, int]:
+        ordinal = self._next_ordinal
+        self._next_ordinal = ordinal + 1
+        return self.iteration, self.kernel, ordinal
+
+    def _run_in_buckets(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        length = list_length(args, kwargs)
+        lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple))]
+        first = next((v for v in lists if len(v) == length), [])
+        bounds = bucket_bounds(first, self.bucket_bytes)
+        if len(bounds) <= 1:
+            return self._run(func, operator, args, kwargs)
+        results = [
+            self._run(
+                func,
+                operator,
+                tuple(slice_lists(v, length, start, stop) for v in args),
+                {k: slice_lists(v, length, start, stop) for k, v in kwargs.items()},
+            )
+            for start, stop in bounds
+        ]
+        return _join_results(results)
+
+
+def _join_results(results: list[Any]) -> Any:
+    if results[0] is None:
+        return None
+    kind: Callable[[list[Any]], Any] = tuple if isinstance(results[0], tuple) else list
+    return kind([item for result in results for item in result])

@@ -1,0 +1,145 @@
+"""Identity of storages: births, deaths and generations, never an address alone.
+
+An address (``_cdata``) names a storage only while it lives. A weak reference to the Python storage
+object dies exactly with the C++ storage, and its callback removes the address from the table, so a
+reused address always meets an empty entry.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class StorageState:
+    """One generation of one storage.
+
+    ``birth_kernel`` is the index in ``birth_iteration`` of the kernel that created it, or by which
+    it was first seen (``is_foreign``: created where no dispatch mode looks, such as a data loader).
+    ``attachment`` belongs to the mode that uses the registry.
+    """
+
+    __slots__ = (
+        "address",
+        "attachment",
+        "birth_iteration",
+        "birth_kernel",
+        "birth_ordinal",
+        "dtype",
+        "is_foreign",
+        "nbytes",
+        "reference",
+        "serial",
+    )
+
+    def __init__(
+        self,
+        reference: weakref.ref[torch.UntypedStorage],
+        address: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        serial: int,
+        birth: tuple[int, int, int],
+        *,
+        is_foreign: bool,
+    ) -> None:
+        self.reference = reference
+        self.address = address
+        self.nbytes = nbytes
+        self.dtype = dtype
+        self.serial = serial
+        self.birth_iteration, self.birth_kernel, self.birth_ordinal = birth
+        self.is_foreign = is_foreign
+        self.attachment: Any = None
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage, or None for layouts that have none (sparse, mkldnn)."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
+class StorageRegistry:
+    """All storages of one device type that a dispatch mode has seen and that still live.
+
+    ``on_death`` is called with the state when its memory is freed, from whatever thread frees it.
+    """
+
+    def __init__(self, device_type: str, on_death: Callable[[StorageState], None]) -> None:
+        self.device_type = device_type
+        self._on_death = on_death
+        self._by_address: dict[int, StorageState] = {}
+        self._next_serial = 0
+
+    def __len__(self) -> int:
+        return len(self._by_address)
+
+    def alive(self) -> list[StorageState]:
+        """States of all living storages, oldest first."""
+        return sorted(self._by_address.values(), key=lambda state: state.serial)
+
+    def find(self, tensor: torch.Tensor) -> StorageState | None:
+        """The state of a tensor's storage if it is known."""
+        storage = storage_of(tensor)
+        return None if storage is None else self._by_address.get(storage._cdata)
+
+    def find_or_add(
+        self, tensor: torch.Tensor, birth: Callable[[], tuple[int, int, int]], *, is_foreign: bool
+    ) -> tuple[StorageState | None, bool]:
+        """(state, whether it is new); (None, False) for another device or a layout without one."""
+        if tensor.device.type != self.device_type:
+            return None, False
+        storage = storage_of(tensor)
+        if storage is None:
+            return None, False
+        address = storage._cdata
+        state = self._by_address.get(address)
+        if state is not None:
+            return state, False
+        return self._add(storage, address, tensor.dtype, birth(), is_foreign=is_foreign), True
+
+    def rebirth(self, state: StorageState, birth: tuple[int, int, int]) -> StorageState | None:
+        """Start a new generation of a storage that was resized in place; None if it is gone."""
+        storage = state.reference()
+        if storage is None:
+            return None
+        self._forget(state)
+        return self._add(storage, state.address, state.dtype, birth, is_foreign=False)
+
+    def _add(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        dtype: torch.dtype,
+        birth: tuple[int, int, int],
+        *,
+        is_foreign: bool,
+    ) -> StorageState:
+        serial = self._next_serial
+        self._next_serial = serial + 1
+
+        def forget(_: Any, registry: StorageRegistry = self) -> None:
+            state = registry._by_address.get(address)
+            if state is not None and state.serial == serial:
+                registry._forget(state)
+
+        state = StorageState(
+            weakref.ref(storage, forget),
+            address,
+            storage.nbytes(),
+            dtype,
+            serial,
+            birth,
+            is_foreign=is_foreign,
+        )
+        self._by_address[address] = state
+        return state
+
+    def _forget(self, state: StorageState) -> None:
+        del self._by_address[state.address]
+        self._on_death(state)
