@@ -1,0 +1,5 @@
+"""``python -m teraio.cli``."""
+
+from teraio.cli.group import main
+
+main(prog_name="teraio")

@@ -1,0 +1,100 @@
+"""``teraio compare``: several planners side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from teraio.cli.command import Reporter, command
+from teraio.cli.options import (
+    gpu_memory_option,
+    hardware_option,
+    host_memory_option,
+    plot_option,
+    trace_argument,
+)
+from teraio.cli.result import Result
+from teraio.cli.tables import duration, grid, percent, size
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+
+@command(
+    "compare",
+    example="teraio compare bert.trace --hardware g10 --planners ideal,greedy,on-demand "
+    "--plot compare.png",
+)
+@trace_argument
+@hardware_option
+@click.option(
+    "--planners",
+    default="ideal,greedy,on-demand",
+    show_default=True,
+    metavar="A,B,C",
+    help="Planners and policies, in the order of the table.",
+)
+@gpu_memory_option
+@host_memory_option
+@plot_option
+def compare(
+    reporter: Reporter,
+    trace: Path,
+    hardware: str,
+    planners: str,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    plot: Path | None,
+) -> Result:
+    """Plan and simulate with several planners: one table, one picture."""
+    from teraio.planner import compare as make_table
+    from teraio.traces.trace import Trace
+
+    names = [name.strip() for name in planners.split(",") if name.strip()]
+    loaded = Trace.load(trace)
+    with reporter.progress("Comparing") as progress:
+        table = make_table(
+            loaded,
+            hardware,
+            names,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            progress=progress,
+        )
+    if plot is not None:
+        from teraio.contracts.drawing import save_picture
+        from teraio.planner.plot_comparison import plot_comparison
+
+        save_picture(plot_comparison(table), plot)
+    rows = table.to_dict("records")
+    data = {"rows": rows, "plot": plot}
+    return Result(data, lambda console: _show(console, str(trace), table))
+
+
+def _show(console: Console, title: str, table: pd.DataFrame) -> None:
+    headings = (
+        "planner",
+        "iteration",
+        "of ideal",
+        "stalled",
+        "GPU peak",
+        "host peak",
+        "SSD writes",
+    )
+    rows = []
+    for row in table.to_dict("records"):
+        rows.append(
+            (
+                str(row["planner"]),
+                duration(row.get("iteration_seconds")),
+                percent(row.get("fraction_of_ideal")),
+                duration(row.get("stalled_seconds")),
+                size(row.get("peak_gpu_bytes")),
+                size(row.get("peak_host_bytes")),
+                size(row.get("ssd_bytes_written")),
+            )
+        )
+    console.print(grid(title, headings, rows))

@@ -1,0 +1,92 @@
+"""``teraio plan``: decide what moves when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from teraio.cli.command import Reporter, command
+from teraio.cli.options import (
+    gpu_memory_option,
+    hardware_option,
+    host_memory_option,
+    output_option,
+    trace_argument,
+)
+from teraio.cli.result import Result
+from teraio.cli.tables import duration, facts, percent, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from teraio.contracts.plan import Plan
+
+
+@command("plan", example="teraio plan bert.trace --hardware g10 --gpu-memory 16GB -o bert.plan")
+@trace_argument
+@hardware_option
+@output_option("The plan to write, e.g. bert.plan.", required=False)
+@click.option("--planner", default="greedy", show_default=True, help="Who decides.")
+@gpu_memory_option
+@host_memory_option
+@click.option(
+    "--bandwidth-share",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Share of the rates that the plan counts on; the prediction uses all of them.",
+)
+@click.option("--transform", help="Change to the order of the trace, recorded in the plan.")
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Return the best found by then.")
+def plan(
+    reporter: Reporter, trace: Path, hardware: str, output: Path | None, **options: Any
+) -> Result:
+    """Decide which storages leave the GPU when, and predict the iteration.
+
+    Exit code 1 if no plan can work: one kernel alone needs more memory than the GPU has.
+    """
+    from teraio.planner import plan as make_plan
+    from teraio.planner.planning import plan_summary
+    from teraio.traces.trace import Trace
+
+    loaded = Trace.load(trace)
+    with reporter.progress("Planning") as progress:
+        made = make_plan(loaded, hardware, progress=progress, **options)
+    if output is not None:
+        made.save(output)
+    data = {**plan_summary(made), "moves": len(made.moves), "file": output}
+    return Result(data, lambda console: _show(console, made, output))
+
+
+def _show(console: Console, plan: Plan, output: Path | None) -> None:
+    metadata = plan.metadata
+    written = sum(metadata.ssd_bytes_written.values())
+    moved = plan.moves.nbytes
+    offloaded, fetched = moved[plan.moves.writes].sum(), moved[plan.moves.prefetch_start >= 0].sum()
+    rows = [
+        ("planner", metadata.planner),
+        ("predicted iteration", duration(plan.predicted_seconds)),
+        ("ideal iteration", duration(plan.ideal_seconds)),
+        ("lower bound", f"{duration(plan.lower_bound_seconds)} ({metadata.bound_kind})"),
+        ("gap to the bound", f"at most {percent(plan.gap)}"),
+        ("fraction of ideal", percent(plan.fraction_of_ideal)),
+        (
+            "peak on the GPU",
+            f"{size(metadata.peak_gpu_bytes)} of {size(metadata.gpu_memory_bytes)}",
+        ),
+        (
+            "peak on the host",
+            f"{size(metadata.peak_host_bytes)} of {size(metadata.host_memory_bytes)}",
+        ),
+        ("moves", f"{len(plan.moves):,}"),
+        ("moved per iteration", f"{size(offloaded)} out, {size(fetched)} in"),
+        ("written to SSD per iteration", size(written)),
+        ("planning took", duration(metadata.planning_seconds)),
+    ]
+    console.print(facts(str(output or "plan, not saved (no -o)"), rows))
+
+
+def _of(used_bytes: int, budget_bytes: int) -> str:
+    return f"{size(used_bytes)} of {size(budget_bytes)}"

@@ -1,0 +1,101 @@
+"""``teraio run``: execute a plan in an unmodified training script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from teraio.cli.command import Reporter, ScriptCommand, command
+from teraio.cli.options import (
+    INPUT_PATH,
+    gpu_memory_option,
+    host_memory_option,
+    timeline_option,
+)
+from teraio.cli.result import Result
+from teraio.cli.tables import duration, facts, size
+from teraio.cli.timelines import write_timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from teraio.contracts.plan import Plan
+    from teraio.executor import RunReport
+
+
+@command(
+    "run",
+    cls=ScriptCommand,
+    leading=1,
+    example="teraio run gpt.plan train.py --batch-size 4\n"
+    "teraio run --gpu-memory 8GB --ssd-path /mnt/nvme gpt.plan train.py",
+)
+@gpu_memory_option
+@host_memory_option
+@click.option("--ssd-path", type=click.Path(path_type=Path), help="Folder for offloaded storages.")
+@click.option(
+    "--on-drift",
+    type=click.Choice(["fetch", "stop"]),
+    default="fetch",
+    show_default=True,
+    help="When the run leaves its trace: fetch what is missing on demand, or stop.",
+)
+@timeline_option
+@click.argument("plan", metavar="PLAN", type=INPUT_PATH)
+@click.argument("script", metavar="SCRIPT", type=INPUT_PATH)
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def run(
+    reporter: Reporter,
+    plan: Path,
+    script: Path,
+    arguments: tuple[str, ...],
+    gpu_memory: int | None,
+    host_memory: int | None,
+    ssd_path: Path | None,
+    on_drift: str,
+    timeline: Path | None,
+) -> Result:
+    """Run a training script under a plan, as "python SCRIPT ARGS" would otherwise.
+
+    Budgets are the plan's unless given. Options of teraio stand before SCRIPT; everything after it
+    is the script's. Results of the training are the same, bit for bit.
+    """
+    from teraio.contracts.plan import Plan
+    from teraio.executor import run_script
+
+    loaded = Plan.load(plan)
+    report = run_script(
+        loaded,
+        script,
+        list(arguments),
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        ssd_path=ssd_path,
+        on_drift=on_drift,
+    )
+    if report.timeline is not None:
+        write_timeline(report.timeline, timeline)
+    data = {
+        "steps": report.steps,
+        "measured_seconds": report.measured_seconds,
+        "predicted_seconds": loaded.predicted_seconds,
+        "peak_bytes": report.peak_bytes,
+        "drift": report.drift,
+        "demand_fetches": report.demand_fetches,
+        "timeline": timeline,
+    }
+    return Result(data, lambda console: _show(console, str(plan), loaded, report))
+
+
+def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
+    rows = [
+        ("steps", f"{report.steps:,}"),
+        ("measured iteration, median", duration(report.measured_seconds)),
+        ("predicted iteration", duration(plan.predicted_seconds)),
+        ("peak on the GPU", size(report.peak_bytes)),
+        ("kernels off the trace", f"{report.drift:,}"),
+        ("demand fetches", f"{report.demand_fetches:,}"),
+    ]
+    console.print(facts(title, rows))

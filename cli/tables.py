@@ -1,0 +1,60 @@
+"""Tables for people: facts as name and value, and rows under headings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from teraio.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_BAR_WIDTH = 24
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Two columns without rules: what, and how much."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def grid(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows under headings: the first column to the left, numbers to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def bar(fraction: float) -> str:
+    """A bar of block characters, full width for 1.0."""
+    eighths = round(min(max(fraction, 0.0), 1.0) * _BAR_WIDTH * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def percent(fraction: float | None) -> str:
+    """``97.3 %``, or a dash where unknown."""
+    return "-" if fraction is None or fraction != fraction else f"{100 * fraction:.1f} %"
+
+
+def size(num_bytes: float | None) -> str:
+    """``1.50 GB``, or a dash where unknown."""
+    return "-" if num_bytes is None or num_bytes != num_bytes else format_bytes(num_bytes)
+
+
+def duration(seconds: float | None) -> str:
+    """``27.3 ms``, or a dash where unknown."""
+    return "-" if seconds is None or seconds != seconds else format_seconds(seconds)
