@@ -16,7 +16,7 @@ from teraio.profiler.storages import storage_of
 
 
 class NameBook:
-    """Names by storage address, rebuilt on demand; an address is good only until the next kernel."""
+    """Names by storage address, made anew on demand; an address is good until the next kernel."""
 
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []
@@ -37,13 +37,14 @@ class NameBook:
     def names(self) -> dict[int, tuple[str, str]]:
         """(name, kind) by storage address; a shared storage bears the first of its names."""
         book: dict[int, tuple[str, str]] = {}
-        for tensor, name, kind in self._tensors():
+        for tensor, name, kind in self.tensors():
             storage = storage_of(tensor)
             if storage is not None:
                 book.setdefault(storage._cdata, (name, kind))
         return book
 
-    def _tensors(self) -> Iterator[tuple[torch.Tensor, str, str]]:
+    def tensors(self) -> Iterator[tuple[torch.Tensor, str, str]]:
+        """Every named tensor as (tensor, name, kind), parameters first; some share storages."""
         parameter_names: dict[int, str] = {}
         for prefix, model in self._prefixed_models():
             for name, parameter in model.named_parameters():

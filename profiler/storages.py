@@ -64,6 +64,14 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def original_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Resize without the notice that a running dispatch mode takes of ``UntypedStorage.resize_``.
+
+    The contents are kept only up to the smaller size; 0 gives the memory back.
+    """
+    torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
+
+
 class StorageRegistry:
     """All storages of one device type that a dispatch mode has seen and that still live.
 
