@@ -1,0 +1,1 @@
+"""Executor: carries out a plan while a model trains."""

@@ -1,0 +1,158 @@
+"""Queues that are CUDA streams: transfers between a GPU and pinned host memory.
+
+Note: who waits for what
+  copy stream     -> the point of the compute stream at issue: the source has been computed, and
+                     earlier work is through with memory just given to a destination
+  copy stream     -> transfers of other streams that touch the same bytes of the arena
+  compute stream  -> a transfer's end, through make_stream_wait
+The host waits for nothing. A transfer is kept, and with it its device memory, until its end event
+has been seen, so PyTorch's allocator cannot hand the memory on under a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from teraio.errors import StoreError
+
+_REBASE_SECONDS = 30.0
+
+
+class CudaClock:
+    """Places CUDA events on the clock of ``time.perf_counter``.
+
+    CUDA gives differences as float32 milliseconds; the base moves along with the run so that they
+    stay short and a microsecond stays visible.
+    """
+
+    def __init__(self) -> None:
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record()
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """When a completed event, recorded with timing, happened."""
+        since_base: float = self._base.elapsed_time(event) / 1e3
+        at = self._base_seconds + since_base
+        if since_base > _REBASE_SECONDS:
+            self._base, self._base_seconds = event, at
+        return at
+
+
+@dataclass(eq=False)
+class StreamTransfer:
+    """A transfer on a copy stream; see :class:`teraio.executor.stores.base.Transfer`."""
+
+    is_write: bool
+    offset_bytes: int
+    nbytes: int
+    clock: CudaClock
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    buffer: torch.Tensor | None
+    _seconds: tuple[float, float] | None = field(default=None, init=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether its last byte has arrived."""
+        if self._seconds is None and self.end.query():
+            self._finish()
+        return self._seconds is not None
+
+    @property
+    def start_seconds(self) -> float:
+        """When its stream reached it; NaN until it is done."""
+        return self._seconds[0] if self.done and self._seconds else float("nan")
+
+    @property
+    def end_seconds(self) -> float:
+        """When its last byte arrived; NaN until it is done."""
+        return self._seconds[1] if self.done and self._seconds else float("nan")
+
+    def wait(self) -> None:
+        """Block the host until its last byte has arrived."""
+        if self._seconds is None:
+            self.end.synchronize()
+            self._finish()
+
+    def make_stream_wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let ``stream`` wait; the host goes on."""
+        if self._seconds is None:
+            (stream or torch.cuda.current_stream()).wait_event(self.end)
+
+    def overlaps(self, offset_bytes: int, nbytes: int) -> bool:
+        """Whether it touches one of these bytes of the arena."""
+        return (
+            self.offset_bytes < offset_bytes + nbytes
+            and offset_bytes < self.offset_bytes + self.nbytes
+        )
+
+    def _finish(self) -> None:
+        self._seconds = (self.clock.seconds(self.start), self.clock.seconds(self.end))
+        self.buffer = None
+
+
+class StreamQueues:
+    """One copy stream per direction, and one of higher priority for urgent transfers of each."""
+
+    def __init__(self, name: str, arena: torch.Tensor, clock: CudaClock | None = None) -> None:
+        self._name = name
+        self._arena = arena
+        self._clock = clock or CudaClock()
+        self._streams = {
+            (is_write, is_urgent): torch.cuda.Stream(priority=-1 if is_urgent else 0)
+            for is_write in (False, True)
+            for is_urgent in (False, True)
+        }
+        self._outstanding: list[StreamTransfer] = []
+        self._is_closed = False
+
+    def issue(
+        self,
+        buffer: torch.Tensor,
+        offset_bytes: int,
+        *,
+        is_write: bool,
+        is_urgent: bool,
+        after: torch.cuda.Event | None,
+    ) -> StreamTransfer:
+        """Put a copy into its stream. Raises StoreError if closed."""
+        if self._is_closed:
+            raise StoreError(f"{self._name}: the store is closed")
+        self._outstanding = [x for x in self._outstanding if not x.done]
+        stream = self._streams[is_write, is_urgent]
+        stream.wait_event(after or torch.cuda.current_stream().record_event())
+        for earlier in self._outstanding:
+            if (earlier.is_write or is_write) and earlier.overlaps(offset_bytes, buffer.numel()):
+                stream.wait_event(earlier.end)
+        slot = self._arena[offset_bytes : offset_bytes + buffer.numel()]
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        with torch._C._DisableTorchDispatch(), torch.cuda.stream(stream):
+            start.record()
+            if is_write:
+                slot.copy_(buffer, non_blocking=True)
+            else:
+                buffer.copy_(slot, non_blocking=True)
+            end.record()
+        transfer = StreamTransfer(
+            is_write, offset_bytes, buffer.numel(), self._clock, start, end, buffer
+        )
+        self._outstanding.append(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """Wait for the streams."""
+        self._is_closed = True
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._outstanding = []
+        self._arena = torch.empty(0, dtype=torch.uint8)
+
+    def owns_current_thread(self) -> bool:
+        """Streams have no threads."""
+        return False

@@ -1,0 +1,329 @@
+"""What every store promises, on CPU memory and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from teraio.errors import CapacityError, InputError, StoreError
+from teraio.executor.stores import FileStore, HostStore, Store
+
+MIB = 2**20
+SIZES = [0, 1, 511, 512, 513, 4095, 4097, 3 * MIB + 5]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+        ],
+    ),
+]
+
+MakeStore = Callable[..., HostStore | FileStore]
+
+
+@pytest.fixture(params=["host", "file", "page cache"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which store; "page cache" is a file store without O_DIRECT."""
+    return str(request.param)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the buffers are."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make_store(kind: str, device: str, tmp_path: Path) -> Iterator[MakeStore]:
+    """Builds stores of this kind and closes them; small pieces, so that pipelines have work."""
+    stores: list[HostStore | FileStore] = []
+
+    def make(capacity_bytes: int = 16 * MIB, chunk_bytes: int = MIB) -> HostStore | FileStore:
+        store: HostStore | FileStore
+        if kind == "host":
+            store = HostStore(capacity_bytes, device=device, chunk_bytes=chunk_bytes)
+        else:
+            store = FileStore(
+                "ssd0",
+                tmp_path,
+                capacity_bytes,
+                preferred_io_bytes=256 * 1024,
+                device=device,
+                direct=False if kind == "page cache" else None,
+                chunk_bytes=chunk_bytes,
+            )
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def random_bytes(nbytes: int, device: str, seed: int = 0) -> torch.Tensor:
+    """Bytes that no buffer happens to hold."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return data.to(device)
+
+
+def store_threads() -> list[threading.Thread]:
+    """Threads that stores have started and not ended."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("teraio-")]
+
+
+def test_is_a_store(make_store: MakeStore) -> None:
+    """Both classes have every member of the protocol."""
+    store: Store = make_store()
+    assert isinstance(store, Store)
+    assert store.reserved_bytes == store.capacity_bytes == 16 * MIB
+    assert 0 < store.pinned_bytes <= 16 * MIB
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_round_trip_is_exact(make_store: MakeStore, device: str, nbytes: int) -> None:
+    """Sizes around block borders come back to the bit, and bytes behind them stay as they were."""
+    store = make_store()
+    source = random_bytes(nbytes, device)
+    store.write(source, 4096, nbytes).wait()
+    destination = torch.full((nbytes + 64,), 7, dtype=torch.uint8, device=device)
+    store.read(destination, 4096, nbytes).wait()
+    assert torch.equal(destination[:nbytes], source)
+    assert bool((destination[nbytes:] == 7).all())
+
+
+def test_whole_storages_of_any_dtype(make_store: MakeStore, device: str) -> None:
+    """A storage travels as bytes, whatever tensors view it, and stays resizable."""
+    store = make_store()
+    tensor = torch.randn(1000, device=device, dtype=torch.float64)
+    expected, storage = tensor.clone(), tensor.untyped_storage()
+    store.write(storage, 0, storage.nbytes()).wait()
+    storage.resize_(0)
+    storage.resize_(8000)
+    store.read(storage, 0, storage.nbytes()).wait()
+    assert torch.equal(tensor, expected)
+
+
+def test_neighbours_do_not_touch_each_other(make_store: MakeStore, device: str) -> None:
+    """Slots packed at the alignment keep their own bytes."""
+    store = make_store()
+    blocks = [random_bytes(4097 - index, device, seed=index) for index in range(20)]
+    for index, block in enumerate(blocks):
+        store.write(block, index * 8192, len(block))
+    for index, block in reversed(list(enumerate(blocks))):
+        destination = torch.empty_like(block)
+        store.read(destination, index * 8192, len(block)).wait()
+        assert torch.equal(destination, block)
+
+
+def test_a_slot_is_reused_in_order_of_issue(make_store: MakeStore, device: str) -> None:
+    """Write, read, write, read of the same bytes, all issued at once, each see their own."""
+    store = make_store()
+    nbytes = 2 * MIB
+    sources = [random_bytes(nbytes, device, seed=round) for round in range(6)]
+    destinations = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in sources]
+    transfers = []
+    for source, destination in zip(sources, destinations, strict=True):
+        transfers.append(store.write(source, 0, nbytes))
+        transfers.append(store.read(destination, 0, nbytes))
+    for transfer in transfers:
+        transfer.wait()
+    for source, destination in zip(sources, destinations, strict=True):
+        assert torch.equal(source, destination)
+
+
+def test_overlap_by_one_block_is_ordered(make_store: MakeStore, device: str) -> None:
+    """A write that overlaps only the end of an outstanding read still waits for it."""
+    store = make_store()
+    first, second = random_bytes(2 * MIB, device, 1), random_bytes(2 * MIB, device, 2)
+    destination = torch.empty_like(first)
+    store.write(first, 0, len(first))
+    read = store.read(destination, 0, len(first))
+    write = store.write(second, 2 * MIB - 4096, len(second))
+    write.wait()
+    assert read.done
+    assert torch.equal(destination, first)
+
+
+def test_a_queue_serves_in_order_of_issue(make_store: MakeStore, device: str) -> None:
+    """Transfers of one direction neither overtake nor overlap each other."""
+    store = make_store()
+    source = random_bytes(MIB, device)
+    transfers = [store.write(source, index * MIB, MIB) for index in range(8)]
+    for transfer in transfers:
+        transfer.wait()
+    times = [(transfer.start_seconds, transfer.end_seconds) for transfer in transfers]
+    assert all(start <= end for start, end in times)
+    assert all(times[i][1] <= times[i + 1][0] + 1e-5 for i in range(len(times) - 1))
+
+
+def test_urgent_transfers_come_first_but_not_before_their_bytes(
+    make_store: MakeStore, device: str
+) -> None:
+    """A demand fetch overtakes queued reads, yet waits for the write that it depends on."""
+    store = make_store(chunk_bytes=256 * 1024)
+    source = random_bytes(8 * MIB, device)
+    store.write(source, 0, len(source)).wait()
+    fresh, wanted = random_bytes(4096, device, 5), torch.zeros(4096, dtype=torch.uint8).to(device)
+    queued = [store.read(torch.empty_like(source), 0, len(source)) for _ in range(6)]
+    store.write(fresh, 8 * MIB, 4096)
+    urgent = store.read(wanted, 8 * MIB, 4096, urgent=True)
+    urgent.wait()
+    for transfer in queued:
+        transfer.wait()
+    assert torch.equal(wanted, fresh)
+    assert urgent.end_seconds < queued[-1].end_seconds
+
+
+def test_crossed_urgent_and_queued_transfers_do_not_deadlock(
+    make_store: MakeStore, device: str
+) -> None:
+    """An urgent write waits for a read that waits for a write behind which it would have stood."""
+    store = make_store(chunk_bytes=64 * 1024)
+    first, second, third = (random_bytes(MIB, device, seed) for seed in range(3))
+    destination, last = torch.empty_like(first), torch.empty_like(first)
+    transfers = [
+        store.write(random_bytes(4 * MIB, device), 4 * MIB, 4 * MIB),
+        store.write(first, 0, MIB),
+        store.read(destination, 0, MIB),
+        store.write(second, 0, MIB, urgent=True),
+        store.write(third, 0, MIB),
+        store.read(last, 0, MIB, urgent=True),
+    ]
+    for transfer in transfers:
+        transfer.wait()
+    assert torch.equal(destination, first)
+    assert torch.equal(last, third)
+
+
+def test_a_transfer_owns_its_buffer_until_it_is_done(make_store: MakeStore, device: str) -> None:
+    """All references are dropped in flight; bytes are right, and the buffer goes afterwards."""
+    store = make_store()
+    expected = random_bytes(4 * MIB, device)
+    source = expected.clone()
+    watcher = weakref.ref(source.untyped_storage())
+    transfer = store.write(source.untyped_storage(), 0, len(source))
+    del source
+    gc.collect()
+    noise = [torch.full((4 * MIB,), 9, dtype=torch.uint8, device=device) for _ in range(4)]
+    transfer.wait()
+    destination = torch.empty_like(expected)
+    store.read(destination, 0, len(expected)).wait()
+    assert torch.equal(destination, expected)
+    assert watcher() is None
+    del noise
+
+
+def test_times_are_known_at_the_end_only(make_store: MakeStore, device: str) -> None:
+    """Start and end lie between issue and the end of the wait, on the clock of perf_counter."""
+    store = make_store()
+    source = random_bytes(8 * MIB, device)
+    before = time.perf_counter()
+    transfer = store.write(source, 0, len(source))
+    transfer.wait()
+    after = time.perf_counter()
+    assert transfer.done
+    assert before - 1e-4 <= transfer.start_seconds < transfer.end_seconds <= after + 1e-4
+
+
+def test_make_stream_wait_orders_the_compute_that_follows(
+    make_store: MakeStore, device: str
+) -> None:
+    """What is computed after it sees the bytes that were read."""
+    store = make_store()
+    source = random_bytes(8 * MIB, device)
+    store.write(source, 0, len(source)).wait()
+    destination = torch.zeros_like(source)
+    transfer = store.read(destination, 0, len(source))
+    transfer.make_stream_wait()
+    assert torch.equal(destination.clone(), source)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-4096, 10), (16 * MIB, 1), (15 * MIB, 2 * MIB)])
+def test_ranges_outside_are_refused(
+    make_store: MakeStore, device: str, offset: int, nbytes: int
+) -> None:
+    """The error names the store and the range."""
+    store = make_store()
+    with pytest.raises(StoreError, match=f"{store.name}: bytes {offset} to .* lie outside"):
+        store.write(random_bytes(nbytes, device), offset, nbytes)
+
+
+def test_unaligned_offsets_are_refused(make_store: MakeStore, device: str) -> None:
+    """Plans pack slots at the alignment; anything else is a mistake."""
+    with pytest.raises(StoreError, match="offset 100 is not a multiple"):
+        make_store().write(random_bytes(8, device), 100, 8)
+
+
+def test_unsuitable_buffers_are_refused(make_store: MakeStore, device: str) -> None:
+    """Too small, of another dtype, or with holes."""
+    store = make_store()
+    with pytest.raises(InputError, match="holds 8 bytes"):
+        store.read(random_bytes(8, device), 0, 9)
+    with pytest.raises(InputError, match="uint8"):
+        store.read(torch.zeros(8, device=device), 0, 8)
+    with pytest.raises(InputError, match="contiguous"):
+        store.read(random_bytes(16, device)[::2], 0, 8)
+
+
+def test_close_waits_and_may_be_repeated(make_store: MakeStore, device: str) -> None:
+    """What was issued is completed; afterwards everything is refused, and no thread is left."""
+    store = make_store()
+    transfers = [store.write(random_bytes(MIB, device), i * MIB, MIB) for i in range(8)]
+    assert bool(store_threads()) or device == "cuda"
+    store.close()
+    assert all(transfer.done for transfer in transfers)
+    store.close()
+    assert store_threads() == []
+    with pytest.raises(StoreError, match="closed"):
+        store.write(random_bytes(8, device), 0, 8)
+
+
+def test_a_dropped_store_closes_itself(make_store: MakeStore, device: str, tmp_path: Path) -> None:
+    """Nobody calls close after an exception has unwound the caller."""
+    store = (
+        HostStore(MIB, device=device)
+        if make_store().name == "host"
+        else FileStore("ssd0", tmp_path, MIB, device=device, direct=False)
+    )
+    before = len(store_threads())
+    store.write(random_bytes(MIB, device), 0, MIB)
+    watcher = weakref.ref(store)
+    del store
+    gc.collect()
+    assert watcher() is None
+    assert len(store_threads()) < before or device == "cuda"
+
+
+def test_dispatch_modes_do_not_see_the_store(make_store: MakeStore, device: str) -> None:
+    """An executor calls stores while its own mode is on."""
+    seen: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    store = make_store()
+    source = random_bytes(4096, device)
+    with Recorder():  # type: ignore[no-untyped-call]
+        store.write(source.untyped_storage(), 0, 4096).wait()
+        store.read(source.untyped_storage(), 0, 4096).wait()
+    assert seen == []
+
+
+def test_what_cannot_grow_says_so(make_store: MakeStore) -> None:
+    """A store at its capacity raises, and names it."""
+    with pytest.raises(CapacityError, match=str(16 * MIB)):
+        make_store().grow(4096)
