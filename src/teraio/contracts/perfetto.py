@@ -17,7 +17,6 @@ from teraio.contracts.timeline import Timeline
 
 _MICROSECONDS = 1e6
 _COMPUTE, _STALLS, _FIRST_CHANNEL = 0, 1, 2
-_STALL_COLOR = "terrible"
 
 
 def write_perfetto(
@@ -50,33 +49,48 @@ def trace_events(
     events = timeline.events
     lanes = {name: _FIRST_CHANNEL + i for i, name in enumerate(sorted(set(events.channel) - {""}))}
     yield from _lane_names(sorted(set(events.rank.tolist())), lanes)
-    columns = (getattr(events, column.name).tolist() for column in events.COLUMNS)
-    for row in zip(*columns, strict=True):
-        iteration, rank, what, kernel, storage, channel, start, end, num_bytes, cause = row
-        if what == "memory":
-            counter = {"name": "GPU memory", "ph": "C", "pid": rank, "ts": start * _MICROSECONDS}
-            yield {**counter, "args": {"bytes": num_bytes}}
-            continue
-        kernel_name = _name(kernel_names, kernel, "kernel")
-        storage_name = _name(storage_names, storage, "storage")
-        event = {
-            "ph": "X",
-            "pid": rank,
-            "ts": start * _MICROSECONDS,
-            "dur": (end - start) * _MICROSECONDS,
-            "args": {"iteration": iteration, "kernel": kernel},
-        }
-        if what == "kernel":
-            event |= {"tid": _COMPUTE, "name": kernel_name, "cat": "kernel"}
-        elif what == "stall":
-            event |= {"tid": _STALLS, "name": f"stall: {cause}", "cat": "stall"}
-            event |= {"cname": _STALL_COLOR}
-            event["args"] |= {"storage": storage_name}
+    names = [column.name for column in events.COLUMNS]
+    columns = (getattr(events, name).tolist() for name in names)
+    for values in zip(*columns, strict=True):
+        row = dict(zip(names, values, strict=True))
+        kernel = _name(kernel_names, row["kernel"], "kernel")
+        storage = _name(storage_names, row["storage"], "storage")
+        if row["what"] == "memory":
+            yield _counter(row)
+        elif row["what"] == "kernel":
+            yield _span(row, _COMPUTE, kernel, "kernel", {})
+        elif row["what"] == "stall":
+            details = {"before": kernel, "storage": storage}
+            yield _span(row, _STALLS, f"stall: {row['cause']}", "stall", details)
         else:
-            event |= {"tid": lanes.get(channel, _COMPUTE), "name": f"{cause} {storage_name}"}
-            event |= {"cat": cause or what}
-            event["args"] |= {"storage": storage_name, "bytes": num_bytes}
-        yield event
+            details = {"storage": storage, "bytes": row["bytes"]}
+            lane = lanes.get(row["channel"], _STALLS)
+            yield _span(row, lane, f"{row['cause']} {storage}", "transfer", details)
+
+
+def _span(
+    row: dict[str, Any], lane: int, name: str, category: str, details: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": row["rank"],
+        "tid": lane,
+        "ts": row["start_seconds"] * _MICROSECONDS,
+        "dur": (row["end_seconds"] - row["start_seconds"]) * _MICROSECONDS,
+        "name": name,
+        "cat": category,
+        "args": {"iteration": row["iteration"], "kernel": row["kernel"], **details},
+    }
+
+
+def _counter(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "C",
+        "pid": row["rank"],
+        "ts": row["start_seconds"] * _MICROSECONDS,
+        "name": "GPU memory",
+        "args": {"bytes": row["bytes"]},
+    }
 
 
 def _lane_names(ranks: list[int], lanes: dict[str, int]) -> Iterator[dict[str, Any]]:

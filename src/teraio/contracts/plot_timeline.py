@@ -15,11 +15,12 @@ import numpy.typing as npt
 from teraio.contracts import drawing
 from teraio.contracts.table import FloatArray
 from teraio.contracts.timeline import Events, Timeline
+from teraio.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NUM_COLUMNS = 1500
+NUM_COLUMNS = 700
 """Columns of time into which events are gathered."""
 
 _LANE_HEIGHT = 0.78
@@ -60,10 +61,18 @@ def plot_timeline(timeline: Timeline, axes: Axes | None = None) -> Axes:
             _draw_lane(axes, lane, layers, edges, factor, bottom=-len(labels))
             labels.append(prefix + (channel or "compute"))
     _finish_lanes(axes, labels, span * factor)
+    axes.set_title(_headline(timeline), loc="left", fontsize="medium")
     _draw_iteration_ends(axes, events, factor)
     _draw_memory(memory_axes, timeline, edges, factor)
     memory_axes.set(xlim=(0, span * factor), xlabel=f"time ({unit})", ylabel="GPU memory (GB)")
     return axes
+
+
+def _headline(timeline: Timeline) -> str:
+    metadata = timeline.metadata
+    share = metadata.ideal_seconds / metadata.iteration_seconds if metadata.iteration_seconds else 1
+    seconds = format_seconds(metadata.iteration_seconds)
+    return f"{metadata.source} iteration: {seconds}, {100 * share:.1f} % of ideal"
 
 
 def _reads_last(channel: str) -> tuple[str, bool]:
@@ -133,7 +142,10 @@ def _finish_lanes(axes: Axes, labels: list[str], right: float) -> None:
     axes.tick_params(axis="x", labelbottom=False)
     axes.spines["left"].set_visible(False)
     axes.set(xlim=(0, right), ylim=(-len(labels) + 0.45, 0.55))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    order = [layer[2] for layer in (*_COMPUTE_LAYERS, *_TRANSFER_LAYERS)]
+    entries = zip(*axes.get_legend_handles_labels(), strict=True)
+    handles = [handle for handle, _ in sorted(entries, key=lambda entry: order.index(entry[1]))]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
 
 
 def _draw_iteration_ends(axes: Axes, events: Events, factor: float) -> None:
