@@ -31,7 +31,12 @@ from teraio.profiler.operators import (
     slice_lists,
     tensors_with_flags,
 )
-from teraio.profiler.storages import StorageRegistry, StorageState
+from teraio.profiler.storages import (
+    StorageRegistry,
+    StorageState,
+    listen_to_resizes,
+    stop_listening_to_resizes,
+)
 
 READ, WRITE = 1, 2
 
@@ -89,7 +94,7 @@ class KernelMode(TorchDispatchMode):
         optimizer_steps: int = 1,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernel = 0
         self.iteration = 0
         self.optimizer_steps = optimizer_steps
@@ -100,7 +105,7 @@ class KernelMode(TorchDispatchMode):
         self._signatures = SignatureBook()
         self._operators: dict[Any, Operator] = {}
         self._viewed: dict[StorageState, int] = {}
-        self._born_by_views: list[StorageState] = []
+        self._born_between: list[StorageState] = []
         self._next_ordinal = 0
         self._steps_in_iteration = 0
         self._has_seen_optimizer = False
@@ -139,16 +144,22 @@ class KernelMode(TorchDispatchMode):
                 self._module_ends, always_call=True
             ),
         ]
-        super().__enter__()
+        listen_to_resizes(self._storage_resized)
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         try:
-            super().__exit__(*exception)
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
         finally:
-            for handle in self._hook_handles:
-                handle.remove()
-            self._hook_handles = []
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        if self._hook_handles:
+            stop_listening_to_resizes(self._storage_resized)
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles = []
 
     # Iterations
 
@@ -162,6 +173,8 @@ class KernelMode(TorchDispatchMode):
         self.iteration += 1
         self.kernel = 0
         self._steps_in_iteration = 0
+        for state in self._born_between:
+            state.birth_iteration, state.birth_kernel = self.iteration, 0
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.names.add_optimizer(optimizer)
@@ -181,6 +194,14 @@ class KernelMode(TorchDispatchMode):
 
     def _module_ends(self, module: torch.nn.Module, *_: Any) -> None:
         self._module_depth = max(0, self._module_depth - 1)
+
+    def _storage_resized(self, storage: torch.UntypedStorage) -> None:
+        # The old bytes are gone and the new ones are unwritten: another storage to any plan.
+        state = self.registry.find_address(storage._cdata)
+        if state is not None and storage.nbytes() != state.nbytes:
+            reborn = self.registry.rebirth(state, self._birth())
+            if reborn is not None:
+                self._born_between.append(reborn)
 
     # Dispatch
 
@@ -209,7 +230,7 @@ class KernelMode(TorchDispatchMode):
                 if state is None:
                     continue
                 if is_new:
-                    self._born_by_views.append(state)
+                    self._born_between.append(state)
                 self._viewed.setdefault(state, 0)
                 self.on_view(state)
 
@@ -229,7 +250,7 @@ class KernelMode(TorchDispatchMode):
         self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KernelCall:
         call = KernelCall(func, operator, args, kwargs)
-        call.born, self._born_by_views = self._born_by_views, []
+        call.born, self._born_between = self._born_between, []
         call.flags, self._viewed = self._viewed, {}
         tensors = []
         for tensor, reads, writes in tensors_with_flags(operator, args, kwargs):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -20,14 +21,16 @@ class NameBook:
 
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []
+        self._parts: WeakSet[torch.nn.Module] = WeakSet()
         self.optimizers: list[torch.optim.Optimizer] = []
 
     def add_model(self, model: torch.nn.Module) -> None:
         """Take names from a module, unless it is part of one that is known already."""
-        known = any(model is part for root in self.models for part in root.modules())
-        if not known:
-            inside = set(map(id, model.modules()))
-            self.models = [m for m in self.models if id(m) not in inside] + [model]
+        if model in self._parts:
+            return
+        inside = set(map(id, model.modules()))
+        self.models = [m for m in self.models if id(m) not in inside] + [model]
+        self._parts.update(model.modules())
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take names from an optimizer's state and parameter groups."""

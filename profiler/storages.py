@@ -13,6 +13,32 @@ from typing import Any
 
 import torch
 
+_resize_listeners: list[Callable[[torch.UntypedStorage], None]] = []
+
+
+def _observed_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    result = torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
+    for listener in tuple(_resize_listeners):
+        listener(storage)
+    return result
+
+
+def listen_to_resizes(listener: Callable[[torch.UntypedStorage], None]) -> None:
+    """Call ``listener`` after each ``UntypedStorage.resize_`` of user code (FSDP frees that way).
+
+    Dispatch modes do not see these calls, so the method is replaced while anyone listens.
+    """
+    if not _resize_listeners:
+        setattr(torch.UntypedStorage, "resize_", _observed_resize)  # noqa: B010
+    _resize_listeners.append(listener)
+
+
+def stop_listening_to_resizes(listener: Callable[[torch.UntypedStorage], None]) -> None:
+    """Undo :func:`listen_to_resizes`; the last one to leave restores torch's own method."""
+    _resize_listeners.remove(listener)
+    if not _resize_listeners:
+        delattr(torch.UntypedStorage, "resize_")
+
 
 class StorageState:
     """One generation of one storage.
@@ -95,6 +121,10 @@ class StorageRegistry:
         """The state of a tensor's storage if it is known."""
         storage = storage_of(tensor)
         return None if storage is None else self._by_address.get(storage._cdata)
+
+    def find_address(self, address: int) -> StorageState | None:
+        """The state of the storage that lives at this ``_cdata`` address if it is known."""
+        return self._by_address.get(address)
 
     def find_or_add(
         self, tensor: torch.Tensor, birth: Callable[[], tuple[int, int, int]], *, is_foreign: bool
