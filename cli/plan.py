@@ -48,7 +48,7 @@ def plan(
     Exit code 1 if no plan can work: one kernel alone needs more memory than the GPU has.
     """
     from teraio.planner import plan as make_plan
-    from teraio.planner.planning import plan_summary
+    from teraio.planner import plan_summary
     from teraio.traces.trace import Trace
 
     loaded = Trace.load(trace)
