@@ -1,1 +1,38 @@
-"""Executor: carries out a plan while a model trains."""
+"""Execution: a plan in real training, over stores for host memory and files."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from teraio.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from teraio.executor.execution import Execution, RunReport, execute, run_script
+    from teraio.executor.probing import probe
+
+_HOME_OF_NAME = {
+    "Execution": "teraio.executor.execution",
+    "RunReport": "teraio.executor.execution",
+    "execute": "teraio.executor.execution",
+    "probe": "teraio.executor.probing",
+    "run_script": "teraio.executor.execution",
+}
+
+__all__ = ["Execution", "RunReport", "execute", "probe", "run_script"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'teraio.executor' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingDependencyError(
+            f'teraio.{name} needs PyTorch: pip install "teraio[torch]"'
+        ) from None
+    globals()[name] = value
+    return value

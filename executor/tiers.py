@@ -1,0 +1,123 @@
+"""The stores of one run, their planned arenas and their overflow areas."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from teraio.contracts.hardware import HOST, Hardware
+from teraio.errors import CapacityError
+from teraio.executor.slot_owners import SlotOwners
+from teraio.executor.stores import FileStore, HostStore, SlotAllocator, Store
+
+
+class Slot:
+    """Bytes of a store that hold a copy of one storage. ``is_overflow``: not in the plan."""
+
+    __slots__ = ("is_overflow", "nbytes", "offset_bytes", "store")
+
+    def __init__(self, store: Store, offset_bytes: int, nbytes: int, *, is_overflow: bool) -> None:
+        self.store = store
+        self.offset_bytes = offset_bytes
+        self.nbytes = nbytes
+        self.is_overflow = is_overflow
+
+
+class Tiers:
+    """Stores by device name; hands out overflow slots, host first, then the SSD with most room."""
+
+    def __init__(self, stores: Mapping[str, Store], arena_bytes: Mapping[str, int]) -> None:
+        self.stores = dict(stores)
+        self.owners: dict[str, SlotOwners[object]] = {name: SlotOwners() for name in stores}
+        self._arena_bytes = {name: arena_bytes.get(name, 0) for name in stores}
+        self._overflow = {
+            name: SlotAllocator(
+                self._arena_bytes[name], store.reserved_bytes, store.alignment_bytes
+            )
+            for name, store in self.stores.items()
+        }
+
+    def overflow_slot(self, nbytes: int, preferred: str | None = None) -> Slot:
+        """A slot outside the plan's arenas. Raises CapacityError if no tier has room."""
+        for name in self._in_order_of_preference(preferred):
+            offset_bytes = self._allocate(name, nbytes)
+            if offset_bytes is not None:
+                return Slot(self.stores[name], offset_bytes, nbytes, is_overflow=True)
+        rooms = {name: self._room_bytes(name) for name in self.stores}
+        raise CapacityError(
+            f"no tier has room for {nbytes} bytes that must leave the GPU (left: {rooms}); "
+            "give more --host-memory or a larger SSD"
+        )
+
+    def free(self, slot: Slot) -> None:
+        """Give an overflow slot back."""
+        self._overflow[slot.store.name].free(slot.offset_bytes)
+
+    def close(self) -> None:
+        """Close every store, also if one fails."""
+        errors = []
+        for store in self.stores.values():
+            try:
+                store.close()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _in_order_of_preference(self, preferred: str | None) -> list[str]:
+        ssds = [name for name in self.stores if name != HOST]
+        order = sorted(ssds, key=self._room_bytes, reverse=True)
+        if HOST in self.stores:
+            order.insert(0, HOST)
+        if preferred in self.stores:
+            order.remove(preferred)
+            order.insert(0, preferred)
+        return order
+
+    def _room_bytes(self, name: str) -> int:
+        store = self.stores[name]
+        growth = store.capacity_bytes - store.reserved_bytes
+        return max(self._overflow[name].free_bytes, 0) + growth
+
+    def _allocate(self, name: str, nbytes: int) -> int | None:
+        allocator, store = self._overflow[name], self.stores[name]
+        offset_bytes = allocator.allocate(nbytes)
+        if offset_bytes is None and store.reserved_bytes < store.capacity_bytes:
+            # Growing in steps of what has been needed so far keeps the number of steps small.
+            room = store.capacity_bytes - store.reserved_bytes
+            step = min(room, max(2 * nbytes, store.reserved_bytes // 4))
+            store.grow(step - step % store.alignment_bytes)
+            allocator.extend(store.reserved_bytes)
+            offset_bytes = allocator.allocate(nbytes)
+        return offset_bytes
+
+
+def open_tiers(
+    hardware: Hardware,
+    rank: int,
+    arena_bytes: Mapping[str, int],
+    *,
+    host_memory_bytes: int,
+    ssd_path: str | Path | None,
+    device_type: str,
+) -> Tiers:
+    """Reserve every tier that a run may use: the plan's arenas, and room for what it misses.
+
+    The SSD files lie in ``ssd_path``, else where the hardware says, else in a temporary folder.
+    Raises StoreError, CapacityError if host memory or disk cannot be had.
+    """
+    stores: dict[str, Store] = {}
+    try:
+        if host_memory_bytes > 0:
+            stores[HOST] = HostStore(host_memory_bytes, device=device_type)
+        for ssd in hardware.ssds_of_rank(rank):
+            directory = ssd_path or (ssd.paths[0] if ssd.paths else tempfile.gettempdir())
+            stores[ssd.name] = FileStore.of_ssd(
+                ssd, directory, arena_bytes.get(ssd.name, 0), device=device_type
+            )
+    except BaseException:
+        for store in stores.values():
+            store.close()
+        raise
+    return Tiers(stores, arena_bytes)
