@@ -74,6 +74,7 @@ def build_plan(
         device=trace.metadata.device,
         micro_batches=trace.metadata.micro_batches,
         optimizer_steps=trace.metadata.optimizer_steps,
+        bucket_bytes=trace.metadata.bucket_bytes,
         allocator_rounding_bytes=trace.metadata.allocator_rounding_bytes,
     )
     plan = Plan(
