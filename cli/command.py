@@ -14,7 +14,7 @@ from teraio.cli.options import OutputPath
 from teraio.cli.result import Result, console, json_text, stdout_to_stderr
 from teraio.errors import InputError, TeraioError
 
-Progress = Callable[[float], None]
+Progress = Callable[[float | str], None]
 
 
 class Command(click.Command):
@@ -111,7 +111,10 @@ class Reporter:
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Progress | None]:
-        """A function that takes the fraction done, or None where nothing is to be shown."""
+        """A function that takes what is being done, or the fraction done; None where nobody looks.
+
+        Without a fraction the bar pulses.
+        """
         screen = console(error=True)
         if self.is_silent or not screen.is_terminal:
             yield None
@@ -120,8 +123,15 @@ class Reporter:
 
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
         with Progress(*columns, console=screen, transient=True) as bar:
-            task = bar.add_task(description, total=1.0)
-            yield lambda fraction: bar.update(task, completed=fraction)
+            task = bar.add_task(description, total=None)
+
+            def report(news: float | str) -> None:
+                if isinstance(news, str):
+                    bar.update(task, description=f"{description}: {news}")
+                else:
+                    bar.update(task, completed=news, total=1.0)
+
+            yield report
 
 
 def command(

@@ -56,7 +56,8 @@ def console(*, error: bool = False) -> Console:
 
     stream = sys.stderr if error else sys.stdout
     plain = not stream.isatty() and "COLUMNS" not in os.environ
-    return Console(file=stream, highlight=False, width=PLAIN_WIDTH if plain else None)
+    width = PLAIN_WIDTH if plain else None
+    return Console(file=stream, markup=False, emoji=False, highlight=False, width=width)
 
 
 @contextmanager

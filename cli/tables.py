@@ -9,12 +9,13 @@ from teraio.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def facts(title: str, rows: Iterable[tuple[str, str | Text]]) -> Table:
     """Two columns without rules: what, and how much."""
     from rich.table import Table
 

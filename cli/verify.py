@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,8 +16,10 @@ from teraio.cli.tables import facts, grid
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from teraio.contracts.violations import Verification
+
 MAX_SHOWN = 20
-"""Violations shown to people; --json has them all."""
+"""Violations shown to people; --json has more."""
 
 
 @command("verify", example="teraio verify bert.trace bert.plan")
@@ -36,27 +38,30 @@ def verify(reporter: Reporter, trace: Path, plan: Path, hardware: str | None) ->
 
     found = check(Trace.load(trace), Plan.load(plan), hardware)
     violations = [asdict(violation) for violation in found.violations]
-    data = {"valid": found.valid, "fits": found.fits, "violations": violations}
+    data = {
+        "valid": found.valid,
+        "fits": found.fits,
+        "violations": violations,
+        "num_violations": found.num_violations,
+    }
     exit_code = 0 if found.valid and found.fits else 1
-    return Result(data, lambda console: _show(console, str(plan), data), exit_code)
+    return Result(data, lambda console: _show(console, str(plan), found), exit_code)
 
 
-def _show(console: Console, title: str, data: dict[str, Any]) -> None:
-    answer = {True: "[green]yes[/green]", False: "[red]no[/red]"}
-    rows = [("valid", answer[data["valid"]]), ("fits", answer[data["fits"]])]
-    console.print(facts(title, rows))
-    violations = data["violations"]
-    if not violations:
+def _show(console: Console, title: str, found: Verification) -> None:
+    from rich.text import Text
+
+    answer = {True: Text("yes", style="green"), False: Text("no", style="red")}
+    console.print(facts(title, [("valid", answer[found.valid]), ("fits", answer[found.fits])]))
+    if not found.violations:
         return
-    shown = [
-        (str(v["table"]), str(v["row"]), str(v["rule"]), str(v["message"]))
-        for v in violations[:MAX_SHOWN]
-    ]
-    table = grid(
-        f"{len(violations):,} violations", ("table", "row", "rule", "what is wrong"), shown
-    )
+    shown = found.violations[:MAX_SHOWN]
+    rows = [(v.table, "" if v.row is None else str(v.row), v.rule, v.message) for v in shown]
+    headings = ("table", "row", "rule", "what is wrong")
+    table = grid(f"Violations: {found.num_violations:,}", headings, rows)
     for column in table.columns[2:]:
         column.justify = "left"
     console.print(table)
-    if len(violations) > MAX_SHOWN:
-        console.print(f"{len(violations) - MAX_SHOWN:,} more: see --json")
+    if found.num_violations > len(shown):
+        more = found.num_violations - len(shown)
+        console.print(f"{more:,} more; --json has the first {len(found.violations)}")

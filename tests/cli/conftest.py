@@ -29,7 +29,9 @@ def _small_trace() -> Trace:
         (k, f"op{k}", "", phase, 0, KERNEL_SECONDS, 0.0, 0, k, 0, "", None, None)
         for k, phase in enumerate(phases)
     ]
-    storages = [(0, 20 * MB, 20 * MB, "parameter", "weight", None, None, None, "", True)]
+    storages: list[tuple[object, ...]] = [
+        (0, 20 * MB, 20 * MB, "parameter", "weight", None, None, None, "", True)
+    ]
     storages += [
         (i, 40 * MB, 40 * MB, "activation", "", i - 1, 0, 6 - i, "", True) for i in (1, 2, 3)
     ]

@@ -258,7 +258,7 @@ def test_an_input_is_never_overwritten_by_the_output(
     ],
 )
 def test_what_follows_the_script_is_left_to_the_script(words: str, expected: list[str]) -> None:
-    found = []
+    found: list[str] = []
 
     @command("go", cls=ScriptCommand, leading=1, example="teraio go")
     @click.option("-o", "--output")

@@ -21,7 +21,7 @@ def timeline() -> Timeline:
         (0, 0, "transfer", 1, 0, "ssd0 read", 3.0, 6.0, 512, "prefetch"),
         (0, 0, "memory", 0, None, "", 0.0, 4.0, 1024, ""),
     ]
-    seconds = dict.fromkeys(
+    seconds: dict[str, Any] = dict.fromkeys(
         [
             "iteration_seconds",
             "ideal_seconds",

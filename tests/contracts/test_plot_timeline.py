@@ -83,7 +83,7 @@ def test_memory_curve_and_capacity_lie_below() -> None:
     assert held[0] == 3
     assert held[-1] == 1
     assert edges[-1] == pytest.approx(10.0)
-    assert [list(line.get_ydata()) for line in memory.lines] == [[4, 4]]
+    assert [np.asarray(line.get_ydata()).tolist() for line in memory.lines] == [[4, 4]]
     assert (memory.get_xlabel(), memory.get_ylabel()) == ("time (s)", "GPU memory (GB)")
 
 
@@ -98,7 +98,9 @@ def test_iterations_of_a_cycle_are_told_apart() -> None:
         (i, 0, "kernel", 0, None, "", 1.0 * i, i + 1.0, 0, "") for i in range(3)
     ]
     axes = _timeline(rows, iterations=3).plot()
-    vertical = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    vertical = [
+        np.asarray(line.get_xdata())[0] for line in axes.lines if line.get_linestyle() == ":"
+    ]
     assert vertical == [1.0, 2.0]
 
 

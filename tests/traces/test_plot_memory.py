@@ -39,7 +39,7 @@ def _trace(num_kernels: int) -> Trace:
 
 
 def _areas(axes: Axes) -> dict[str, StepPatch]:
-    return {p.get_label(): p for p in axes.patches if isinstance(p, StepPatch)}
+    return {str(p.get_label()): p for p in axes.patches if isinstance(p, StepPatch)}
 
 
 def test_areas_are_stacked_in_gigabytes() -> None:
@@ -67,7 +67,7 @@ def test_axes_carry_units_and_a_legend_outside_the_data() -> None:
 def test_capacity_is_a_line_and_only_if_given() -> None:
     assert not _trace(6).plot().lines
     (line,) = _trace(6).plot(4 * GB).lines
-    assert list(line.get_ydata()) == [4, 4]
+    assert np.array_equal(line.get_ydata(), [4, 4])
 
 
 def test_given_axes_are_drawn_into() -> None:

@@ -27,7 +27,7 @@ _LANE_HEIGHT = 0.78
 _COMPUTE_LAYERS = (
     ("kernel", "", "kernels", drawing.DARK_GREY),
     ("stall", "read", "stall: waits for a storage", drawing.RED),
-    ("stall", "memory", "stall: waits for memory", "#8C2D04"),
+    ("stall", "memory", "stall: waits for memory", drawing.DARK_RED),
     ("stall", "host", "stall: waits for the host", drawing.PINK),
 )
 _TRANSFER_LAYERS = (
@@ -51,7 +51,7 @@ def plot_timeline(timeline: Timeline, axes: Axes | None = None) -> Axes:
     span = float(events.end_seconds.max(initial=0.0)) or 1.0
     factor, unit = drawing.time_unit(span)
     edges = np.linspace(0.0, span, NUM_COLUMNS + 1)
-    labels = []
+    labels: list[str] = []
     for rank in ranks:
         of_rank = events.take(events.rank == rank)
         prefix = f"rank {rank} " if len(ranks) > 1 else ""
