@@ -74,10 +74,10 @@ def small_trace() -> Trace:
     cannot be given back.
     """
     ops = ["zero", "mm", "add", "relu", "loss", "mul", "mm_backward", "step"]
+    not_collective = (None, None, None)
     kernels = Kernels.from_rows(
         [
-            (k, f"aten.{op}.default", "model", "forward", 0, 1e-3, 1e-4, 64, 100 + k, 0)
-            + (None, None, None)
+            (k, f"aten.{op}", "model", "forward", 0, 1e-3, 1e-4, 64, 100 + k, 0, *not_collective)
             for k, op in enumerate(ops)
         ]
     )

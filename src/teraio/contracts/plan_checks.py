@@ -88,6 +88,8 @@ def find_violations(plan: Plan, hardware: Hardware | None = None) -> Findings:
         return findings
     ordered = order_accesses(plan)
     in_range = _check_ranges(plan, findings)
+    if len(plan.moves) and not in_range.any():
+        return findings
     windows = unroll_windows(plan, np.where(in_range, plan.moves.storage, 0))
     _check_sizes(plan, in_range, findings)
     sound = in_range & _check_order(plan, windows, in_range, findings)
@@ -163,8 +165,8 @@ def _check_ranges(plan: Plan, findings: Findings) -> BoolArray:
     good &= findings.refuse(
         half, "moves", "range", lambda row: "before_kernel and prefetch_start: both null or neither"
     )
-    known = np.where(good, moves.storage, 0)
-    endless = good & no_read & (plan.storages.birth[known] < 0) if len(moves) else good
+    endless = np.zeros(len(moves), dtype=bool)
+    endless[good] = no_read[good] & (plan.storages.birth[moves.storage[good]] < 0)
     good &= findings.refuse(
         endless,
         "moves",
