@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def import_trace(reporter: Reporter, format_name: str, file: Path, output: Path) -> Result:
     """Make a trace of a file that another tool wrote.
 
-    FORMAT is g10: the normalised traces of the G10 artifact (MICRO 2023), as .json or .json.gz.
+    FORMAT is g10: the normalised traces of the G10 artifact (MICRO 2023), as .json.gz.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

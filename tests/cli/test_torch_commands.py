@@ -1,0 +1,149 @@
+"""The commands that lead to PyTorch, with what they call replaced: what goes in and what comes out.
+
+The parts behind them have their own tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from teraio.contracts.hardware import Hardware
+from teraio.contracts.plan import Plan
+from teraio.traces.trace import Trace
+
+pytest.importorskip("torch", reason="profiler and executor need torch")
+
+
+@pytest.fixture
+def calls(
+    monkeypatch: pytest.MonkeyPatch, small_trace: Trace
+) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """What the commands call, in order; profiler, executor and Plan.load are replaced."""
+    seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    report = SimpleNamespace(
+        steps=5,
+        measured_seconds=0.25,
+        peak_bytes=10**9,
+        drift=2,
+        demand_fetches=3,
+        timeline=None,
+    )
+    answers = {
+        "teraio.profiler.profile_script": small_trace,
+        "teraio.profiler.profile_model": small_trace,
+        "teraio.executor.run_script": report,
+        "teraio.executor.probe": Hardware.preset("h200"),
+    }
+
+    def replacement(name: str, answer: Any) -> Callable[..., Any]:
+        def call(*positional: Any, **named: Any) -> Any:
+            print("the script says hello")
+            seen.append((name.rpartition(".")[2], positional, named))
+            return answer
+
+        return call
+
+    for name, answer in answers.items():
+        monkeypatch.setattr(name, replacement(name, answer), raising=False)
+    monkeypatch.setattr(Plan, "load", lambda path: SimpleNamespace(predicted_seconds=0.2))
+    return seen
+
+
+def test_profile_passes_script_and_its_arguments_on(
+    folder: Path, calls: list[Any], teraio_json: Callable[..., Any]
+) -> None:
+    result = teraio_json("profile", "-o", "t.trace", "--json", "train.py", "--json", "-o", "mine")
+    assert result["kernels"] == 7
+    ((name, positional, _),) = calls
+    assert (name, positional[0], list(positional[1])) == (
+        "profile_script",
+        Path("train.py"),
+        ["--json", "-o", "mine", "--json"],
+    )
+    assert Trace.load(folder / "t.trace").num_kernels == 7
+
+
+def test_profile_of_a_reference_model(
+    folder: Path, calls: list[Any], teraio: Callable[..., Result]
+) -> None:
+    result = teraio("profile", "-o", "t.trace", "--model", "bench-0.7b", "--steps", "3")
+    assert result.exit_code == 0, result.output
+    assert calls == [("profile_model", ("bench-0.7b",), {"steps": 3})]
+    assert "ideal iteration" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "either a SCRIPT or --model NAME"),
+        (("--model", "gpt2", "train.py"), "either a SCRIPT or --model NAME"),
+        (("--steps", "3", "train.py"), "--steps goes with --model"),
+    ],
+)
+def test_profile_wants_one_thing_to_record(
+    words: tuple[str, ...], message: str, folder: Path, teraio: Callable[..., Result]
+) -> None:
+    result = teraio("profile", "-o", "t.trace", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_run_passes_budgets_script_and_arguments_on(
+    folder: Path, calls: list[Any], teraio: Callable[..., Result]
+) -> None:
+    options = ("--gpu-memory", "8GB", "--ssd-path", "/mnt", "--on-drift", "stop")
+    result = teraio("run", *options, "p.plan", "train.py", "--gpu-memory", "1GB")
+    assert result.exit_code == 0, result.output
+    ((name, (_, script, arguments), named),) = calls
+    assert (name, script, list(arguments)) == (
+        "run_script",
+        Path("train.py"),
+        ["--gpu-memory", "1GB"],
+    )
+    assert named == {
+        "gpu_memory": 8 * 10**9,
+        "host_memory": None,
+        "ssd_path": Path("/mnt"),
+        "on_drift": "stop",
+    }
+    assert "the script says hello" in result.stdout
+    assert "predicted iteration" in result.stdout
+
+
+def test_run_with_json_keeps_the_output_of_the_script_away(
+    folder: Path, calls: list[Any], teraio: Callable[..., Result]
+) -> None:
+    result = teraio("run", "--json", "p.plan", "train.py")
+    assert "hello" not in result.stdout
+    assert "the script says hello" in result.stderr
+
+
+def test_run_reports_what_was_promised(
+    folder: Path, calls: list[Any], teraio: Callable[..., Result]
+) -> None:
+    data = json.loads(teraio("run", "--json", "p.plan", "train.py").stdout)
+    assert (data["steps"], data["measured_seconds"], data["peak_bytes"]) == (5, 0.25, 10**9)
+    assert (data["drift"], data["demand_fetches"], data["predicted_seconds"]) == (2, 3, 0.2)
+
+
+def test_probe_writes_a_file_that_hardware_takes(
+    folder: Path, calls: list[Any], teraio_json: Callable[..., Any]
+) -> None:
+    data = teraio_json("probe", "-o", "hardware.toml", "--quick")
+    assert data["gpu"][0]["memory_bytes"] == 141 * 10**9
+    assert calls[0][2]["quick"] is True
+    assert Hardware.load(folder / "hardware.toml") == Hardware.preset("h200")
+
+
+def test_probe_for_people(folder: Path, calls: list[Any], teraio: Callable[..., Result]) -> None:
+    result = teraio("probe")
+    assert result.exit_code == 0
+    assert "55.0 GB/s / 55.0 GB/s" in result.stdout
+    assert "not saved (no -o)" in result.stdout
