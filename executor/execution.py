@@ -116,10 +116,12 @@ class Execution:
     def restore_all(self) -> None:
         """Bring everything back to the GPU now, over the budget if need be; saves do it themselves.
 
-        The run goes on under its plan afterwards.
+        The run goes on under its plan with the next kernel.
         """
         if self._mode is not None:
-            _outside_dispatch(self._mode.residency.bring_back)()
+            with torch._C._DisableTorchDispatch():
+                self._mode.residency.bring_back()
+            self._mode.residency.resume()
 
     @property
     def report(self) -> RunReport:
@@ -192,7 +194,7 @@ class Execution:
         if mode is None or state is None or state.attachment is None:
             return
         with torch._C._DisableTorchDispatch():
-            mode.residency.require(state.attachment, {state.attachment})
+            mode.residency.require((state.attachment,))
         if is_pointer:
             state.attachment.is_fixed = True
 

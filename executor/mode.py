@@ -81,7 +81,7 @@ class ExecutorMode(KernelMode):
 
     def on_view(self, state: StorageState) -> None:
         self._begin_kernel()
-        self.residency.require(self._holding(state), ())
+        self.residency.require((self._holding(state),))
 
     def before_kernel(self, call: KernelCall) -> None:
         self._begin_kernel()
@@ -90,13 +90,11 @@ class ExecutorMode(KernelMode):
         self._compare_with_plan(call)
         self._clock += 1
         holdings = [self._holding(state) for state in call.flags]
-        protected = set(holdings)
         if self.state is not RunState.COLD:
             self._bind_first_touches(holdings)
         residency = self.residency
-        residency.make_room(self._need_bytes(call), protected)
+        residency.require(holdings, self._need_bytes(call))
         for holding, flags in zip(holdings, call.flags.values(), strict=True):
-            residency.require(holding, protected)
             holding.last_use = self._clock
             if flags & WRITE:
                 residency.written(holding)

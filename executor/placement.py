@@ -8,7 +8,6 @@ from teraio.contracts.plan import Plan
 from teraio.executor.residency import Holding, Residency
 from teraio.executor.tiers import Slot
 
-
 NAMELESS_PREFIXES = ("unnamed:", "untouched:", "untracked")
 
 

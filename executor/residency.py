@@ -107,6 +107,7 @@ class Residency:
         self._rounding_bytes = rounding_bytes
         self._holdings: set[Holding] = set()
         self._dead: deque[StorageState] = deque()
+        self._is_saving = False
 
     # Births and deaths
 
@@ -206,14 +207,21 @@ class Residency:
 
     # What a kernel needs
 
-    def require(self, holding: Holding, protected: Collection[Holding]) -> None:
-        """Make a storage resident and its bytes visible to the next kernel."""
-        if not holding.is_resident:
-            self.make_room(holding.allocated_bytes, protected)
+    def require(self, holdings: Collection[Holding], need_bytes: int = 0) -> None:
+        """Make storages resident, with ``need_bytes`` of room beside them, and their bytes visible
+        to the next kernel. Raises CapacityError if that much cannot be had.
+        """
+        missing = [holding for holding in holdings if not holding.is_resident]
+        for holding in missing:
+            need_bytes += holding.allocated_bytes
+        if need_bytes > 0 and not self._is_saving:
+            self.make_room(need_bytes, holdings)
+        for holding in missing:
             self.traffic.demand_fetches += 1
             self.traffic.demand_fetch_bytes += holding.state.nbytes
             self.fetch(holding, "demand_fetch")
-        self._settle_arrival(holding)
+        for holding in holdings:
+            self._settle_arrival(holding)
 
     def written(self, holding: Holding) -> None:
         """A kernel writes the storage: its copy, if any, is stale from now on."""
@@ -236,7 +244,8 @@ class Residency:
     def bring_back(self) -> Callable[[], None]:
         """Fetch everything that is away, over the budget if it must be: nothing is lost.
 
-        Returns what sends the same storages away again, at no cost: their copies stay good.
+        Nothing is evicted until the returned function is called, which sends the same storages
+        away again, at no cost: their copies stay good.
         """
         self.bury()
         away = [h for h in self._holdings if not h.is_resident]
@@ -244,12 +253,18 @@ class Residency:
             self.fetch(holding, "demand_fetch")
         for holding in list(self._holdings):
             self._settle_arrival(holding)
+        self._is_saving = True
 
         def send_away_again() -> None:
+            self.resume()
             for holding in away:
                 self.release(holding)
 
         return send_away_again
+
+    def resume(self) -> None:
+        """Evict again where memory is short, after :meth:`bring_back`."""
+        self._is_saving = False
 
     def note_peak(self, workspace_bytes: int) -> None:
         """A kernel has run with everything resident and this much scratch."""
@@ -267,6 +282,7 @@ class Residency:
     # Parts
 
     def _victims(self, protected: Collection[Holding]) -> list[Holding]:
+        protected = set(protected)
         candidates = [
             h
             for h in self._holdings
