@@ -80,9 +80,14 @@ class StreamTransfer:
             self._finish()
 
     def make_stream_wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let ``stream`` wait; the host goes on."""
+        """Let ``stream`` wait; the host goes on.
+
+        The buffer is let go: whoever gets its memory next gets it in the order of ``stream``, after
+        the copy. Kept longer, it would hold memory back while the host runs ahead of the GPU.
+        """
         if self._seconds is None:
             (stream or torch.cuda.current_stream()).wait_event(self.end)
+            self.buffer = None
 
     def overlaps(self, offset_bytes: int, nbytes: int) -> bool:
         """Whether it touches one of these bytes of the arena."""
