@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Ssd
@@ -151,9 +152,9 @@ def small_plan(small_trace: Trace, small_hardware: Hardware) -> Plan:
         death=s.death,
         nbytes=s.nbytes,
         allocated_bytes=s.allocated_bytes,
-        placement=[places[i][0] for i in range(len(s))],
-        device=[places[i][1] for i in range(len(s))],
-        tier_offset_bytes=[places[i][2] for i in range(len(s))],
+        placement=np.array([place[0] for place in places.values()], dtype=object),
+        device=np.array([place[1] for place in places.values()], dtype=object),
+        tier_offset_bytes=np.array([place[2] for place in places.values()]),
     )
     kernels = PlanKernels(k.kernel, k.op, k.signature, k.phase, k.module, k.workspace_bytes)
     return Plan(

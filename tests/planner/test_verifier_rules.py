@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,10 @@ FROZEN, WEIGHT_WRITE, WEIGHT, WEIGHT_AGAIN, STATE, HIDDEN, WRAPPING, LOGITS = ra
 """Rows of the small plan's moves."""
 
 
-def with_cell(table: Table, row: int, column: str, value: Any) -> Table:
+TableT = TypeVar("TableT", bound=Table)
+
+
+def with_cell(table: TableT, row: int, column: str, value: Any) -> TableT:
     """The table with one cell changed."""
     values = getattr(table, column).copy()
     values[row] = value
@@ -31,7 +34,8 @@ def mutate(plan: Plan, table: str, row: int | None, column: str, value: Any) -> 
     if table == "metadata":
         return replace(plan, metadata=replace(plan.metadata, **{column: value}))
     assert row is not None
-    return replace(plan, **{table: with_cell(getattr(plan, table), row, column, value)})
+    changed: dict[str, Any] = {table: with_cell(getattr(plan, table), row, column, value)}
+    return replace(plan, **changed)
 
 
 def test_the_plan_made_by_hand_breaks_no_rule(small_trace: Trace, small_plan: Plan) -> None:

@@ -37,8 +37,8 @@ def nested_plan(num_kernels: int) -> Plan:
         offload_start=forward[moved],
         free_by=forward[moved] + 1,
         prefetch_start=backward[moved] - 1,
-        tier=["ssd"] * len(moved),
-        device=["ssd0"] * len(moved),
+        tier=np.full(len(moved), "ssd", dtype=object),
+        device=np.full(len(moved), "ssd0", dtype=object),
         tier_offset_bytes=np.r_[0, ends[:-1]][moved],
         nbytes=sizes[moved],
         writes=np.ones(len(moved), dtype=bool),
@@ -46,15 +46,15 @@ def nested_plan(num_kernels: int) -> Plan:
     nowhere = np.full(num_storages, MISSING)
     storages = PlanStorages(
         storage=storage,
-        name=[f"s{s}" for s in storage],
-        kind=["parameter"] * num_storages,
+        name=np.array([f"s{s}" for s in storage], dtype=object),
+        kind=np.full(num_storages, "parameter", dtype=object),
         birth=nowhere,
         birth_ordinal=nowhere,
         death=nowhere,
         nbytes=sizes,
         allocated_bytes=sizes,
-        placement=["gpu"] * num_storages,
-        device=[""] * num_storages,
+        placement=np.full(num_storages, "gpu", dtype=object),
+        device=np.full(num_storages, "", dtype=object),
         tier_offset_bytes=nowhere,
     )
     kernel = np.r_[forward, backward]
@@ -63,10 +63,10 @@ def nested_plan(num_kernels: int) -> Plan:
     accesses = Accesses(kernel[order], np.r_[storage, storage][order], ~is_write, is_write)
     kernels = PlanKernels(
         kernel=np.arange(num_kernels),
-        op=["aten.mm.default"] * num_kernels,
+        op=np.full(num_kernels, "aten.mm.default", dtype=object),
         signature=np.zeros(num_kernels, dtype=np.int64),
-        phase=["forward"] * num_kernels,
-        module=[""] * num_kernels,
+        phase=np.full(num_kernels, "forward", dtype=object),
+        module=np.full(num_kernels, "", dtype=object),
         workspace_bytes=np.zeros(num_kernels, dtype=np.int64),
     )
     metadata = PlanMetadata(
