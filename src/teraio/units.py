@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 
 from teraio.errors import InputError
 
@@ -29,7 +30,7 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*(/\s
 PICOSECONDS_PER_SECOND = 10**12
 
 
-def _parse(value: int | float | str, field: str, *, is_rate: bool) -> float:
+def _parse(value: int | float | str, field: str, *, is_rate: bool) -> Decimal:
     example = "16GB/s" if is_rate else "94GB or 80GiB"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise InputError(f"{field}: expected a number or text such as {example}, got {value!r}")
@@ -38,10 +39,10 @@ def _parse(value: int | float | str, field: str, *, is_rate: bool) -> float:
         factor = _FACTORS.get(match[2].lower()) if match else None
         if match is None or factor is None or (match[3] and not is_rate):
             raise InputError(f"{field}: cannot read {value!r}; write it as {example}")
-        number = float(match[1]) * factor
+        number = Decimal(match[1]) * factor
     else:
-        number = float(value)
-    if not math.isfinite(number) or number < 0:
+        number = Decimal(value)
+    if not math.isfinite(float(number)) or number < 0:
         raise InputError(f"{field}: must be finite and not negative, got {value!r}")
     return number
 
@@ -56,7 +57,7 @@ def parse_bytes(value: int | float | str, field: str = "size") -> int:
 
 def parse_rate(value: int | float | str, field: str = "rate") -> float:
     """Bytes per second from ``16GB/s``, ``16GB`` or a plain number; see :func:`parse_bytes`."""
-    return _parse(value, field, is_rate=True)
+    return float(_parse(value, field, is_rate=True))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import types
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from teraio.contracts.output import recover_directory, replacing_directory
 from teraio.contracts.table import Table
@@ -82,7 +83,7 @@ def load_bundle(
     first = next(iter(blocks.values()))
     for name, block in blocks.items():
         _check_block(block, first, kind, path / f"{name}.parquet")
-    metadata = build_dataclass(metadata_class, first["metadata"], str(path))
+    metadata = build_dataclass(metadata_class, first.get("metadata"), str(path))
     if content_hash(loaded, metadata) != first["hash"]:
         raise InputError(f"{path}: the content does not match its hash; the files were changed")
     return loaded, metadata
@@ -102,7 +103,9 @@ def _read_file(file: Path, table_class: type[Table]) -> tuple[Table, dict[str, A
     try:
         block = json.loads((arrow.schema.metadata or {})[_KEY])
     except (KeyError, ValueError):
-        raise InputError(f"{file}: has no teraio metadata block") from None
+        block = None
+    if not isinstance(block, dict):
+        raise InputError(f"{file}: has no teraio metadata block")
     return table_class.from_arrow(arrow, str(file)), block
 
 
@@ -119,7 +122,7 @@ def _check_block(block: dict[str, Any], first: dict[str, Any], kind: str, file: 
 
 
 def build_dataclass(cls: type[M], values: Any, where: str) -> M:
-    """A dataclass from a mapping; InputError names an unknown or missing field."""
+    """A dataclass from a mapping; InputError names an unknown, missing or mistyped field."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: expected fields of {cls.__name__}, got {values!r}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
@@ -130,7 +133,23 @@ def build_dataclass(cls: type[M], values: Any, where: str) -> M:
         is_required = field.default is NO_DEFAULT and field.default_factory is NO_DEFAULT
         if is_required and name not in values:
             raise InputError(f"{where}: field {name} is missing")
-    return cls(**values)
+    result = cls(**values)
+    for name, hint in get_type_hints(cls).items():
+        if name in known and not _is_instance(getattr(result, name), hint):
+            wanted = getattr(hint, "__name__", hint)
+            raise InputError(f"{where}.{name}: must be {wanted}, got {getattr(result, name)!r}")
+    return result
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    """Whether a value fits a type hint, judged by its outermost type; an int serves as a float."""
+    if hint is Any:
+        return True
+    if isinstance(hint, types.UnionType):
+        return any(_is_instance(value, part) for part in get_args(hint))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else get_origin(hint) or hint)
 
 
 def _metadata_text(metadata: Any) -> str:

@@ -48,7 +48,7 @@ class Rates:
                 rate = getattr(self, solo)
             if rate <= 0:
                 raise InputError(f"{where}.{name}: must be above 0 bytes/s, got {rate:g}")
-            if rate > getattr(self, solo):
+            if solo != name and rate > getattr(self, solo):
                 raise InputError(
                     f"{where}.{name}: {rate:g} is above {solo} {getattr(self, solo):g}; "
                     "both directions together cannot speed one up"
@@ -103,7 +103,7 @@ class Host(Rates):
             if rate <= 0:
                 raise InputError(f"{HOST}.memory_rate: must be above 0 bytes/s")
             object.__setattr__(self, "memory_rate", rate)
-        object.__setattr__(self, "numa_nodes", tuple(self.numa_nodes))
+        _set_tuple(self, HOST, "numa_nodes", int)
         _check_number(HOST, "price_dollars", self.price_dollars)
 
 
@@ -136,8 +136,8 @@ class Ssd(Rates):
             _set_bytes(self, where, "endurance_bytes")
         if self.alignment_bytes < 1 or self.alignment_bytes & (self.alignment_bytes - 1):
             raise InputError(f"{where}.alignment_bytes: must be a power of two")
-        object.__setattr__(self, "paths", tuple(self.paths))
-        object.__setattr__(self, "gpus", tuple(self.gpus))
+        _set_tuple(self, where, "paths", str)
+        _set_tuple(self, where, "gpus", int)
         _check_number(where, "price_dollars", self.price_dollars)
 
 
@@ -313,6 +313,13 @@ def _check_number(where: str, name: str, value: float | None) -> None:
 
 def _set_bytes(part: Any, where: str, name: str) -> None:
     object.__setattr__(part, name, parse_bytes(getattr(part, name), f"{where}.{name}"))
+
+
+def _set_tuple(part: Any, where: str, name: str, kind: type) -> None:
+    items = getattr(part, name)
+    if not isinstance(items, (list, tuple)) or any(type(item) is not kind for item in items):
+        raise InputError(f"{where}.{name}: must be a list of {kind.__name__}, got {items!r}")
+    object.__setattr__(part, name, tuple(items))
 
 
 def _without_none(value: Any) -> Any:

@@ -24,6 +24,8 @@ def is_teraio_output(path: Path) -> bool:
     if path.is_dir():
         files = sorted(path.iterdir())
         return bool(files) and all(f.is_file() and is_teraio_output(f) for f in files)
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         head = file.read(_MARK_SEARCH_BYTES)
         file.seek(max(0, path.stat().st_size - _MARK_SEARCH_BYTES))

@@ -8,6 +8,7 @@ disk (a null would turn a pandas column into floats and lose digits above 2^53).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -144,7 +145,7 @@ class Table:
             digest.update(f"{column.name}:{column.kind}:{len(self)};".encode())
             values = getattr(self, column.name)
             if column.kind == "text":
-                digest.update("\x1f".join(values.tolist()).encode())
+                digest.update(json.dumps(values.tolist()).encode())
             else:
                 digest.update(np.ascontiguousarray(values).tobytes())
 
