@@ -239,7 +239,12 @@ class KernelMode(TorchDispatchMode):
     ) -> Any:
         call = self._prepare(func, operator, args, kwargs)
         self.before_kernel(call)
-        result = self.run_kernel(call)
+        try:
+            result = self.run_kernel(call)
+        except BaseException:
+            # The operator failed and is no kernel; the next one announces what it brought along.
+            self._born_between = call.born
+            raise
         self._find_births(call, result)
         self.after_kernel(call)
         self.kernel += 1
