@@ -1,1 +1,39 @@
-"""Profiling: one training iteration, watched in stock PyTorch, becomes a trace."""
+"""Profiling: one training iteration, watched in stock PyTorch, becomes a trace.
+
+Names load on first use, so that importing this package needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from teraio.errors import MissingDependencyError
+
+_HOME_OF_NAME = {
+    "Profile": "teraio.profiler.profiling",
+    "profile": "teraio.profiler.profiling",
+    "profile_model": "teraio.profiler.profiling",
+    "profile_script": "teraio.profiler.profiling",
+}
+
+__all__ = ["Profile", "profile", "profile_model", "profile_script"]
+
+if TYPE_CHECKING:
+    from teraio.profiler.profiling import Profile, profile, profile_model, profile_script
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError('profiling needs PyTorch: pip install "teraio[torch]"')
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

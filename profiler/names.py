@@ -62,6 +62,20 @@ class NameBook:
                 if parameter.grad is not None:
                     yield parameter.grad, f"{prefix}{name}.grad", "gradient"
 
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """(fully qualified name, module) of every part of every model; the first model's is ""."""
+        for prefix, model in self._prefixed_models():
+            for name, module in model.named_modules():
+                yield (prefix + name).rstrip("."), module
+
+    def modules_of_parameters(self) -> dict[int, str]:
+        """Fully qualified name of the module that owns a parameter, by the parameter's ``id``."""
+        owners: dict[int, str] = {}
+        for prefix, model in self._prefixed_models():
+            for name, parameter in model.named_parameters():
+                owners.setdefault(id(parameter), (prefix + name).rpartition(".")[0])
+        return owners
+
     def _prefixed_models(self) -> Iterator[tuple[str, torch.nn.Module]]:
         for index, model in enumerate(self.models):
             yield ("" if index == 0 else f"model{index}."), model

@@ -1,0 +1,152 @@
+"""The recorder's doors: a training loop, an unmodified script, a reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from teraio.errors import InputError
+from teraio.profiler.operators import DEFAULT_BUCKET_BYTES
+from teraio.profiler.recorder import Recorder
+from teraio.profiler.scripts import run_script
+from teraio.profiler.trace_building import build_trace
+from teraio.traces.trace import Trace
+
+Progress = Callable[[str], None]
+
+
+class Profile:
+    """A recording under way: the context manager that :func:`profile` returns."""
+
+    def __init__(self, recorder: Recorder, *, model: str = "") -> None:
+        self._recorder = recorder
+        self._model = model
+        self._trace: Trace | None = None
+
+    def __enter__(self) -> Self:
+        self._recorder.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        self._recorder.__exit__(kind, *exception)
+
+    def step(self) -> None:
+        """Mark the end of a loop's iteration; needed only where no torch optimizer steps."""
+        self._recorder.step()
+
+    @property
+    def done(self) -> bool:
+        """Whether enough has been seen; further iterations run unwatched."""
+        return self._recorder.recording.is_complete
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of one steady iteration.
+
+        Raises InputError while too little has been seen, or if no iteration was like another; the
+        message says what differed first.
+        """
+        if self._trace is None:
+            if not self._recorder.has_ended and not self.done:
+                raise InputError("profile: still recording; read .trace once .done, or after it")
+            self._trace = build_trace(self._recorder, model=self._model)
+        return self._trace
+
+
+def profile(
+    model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    progress: Progress | None = None,
+) -> Profile:
+    """Record the training loop inside the ``with`` block; ``.trace`` is one steady iteration of it.
+
+    Models and optimizers that are not given are noticed as they run. ``device`` defaults to that of
+    the model's parameters, else of the first optimizer's. ``bucket_bytes``: size at which
+    operators over parameter lists are split. ``progress`` is called with a line of text after each
+    optimizer step.
+
+    A steady iteration is preceded by at least one other (the first creates optimizer state) and
+    followed by one like it; six optimizer steps give three timed iterations and one in which
+    scratch memory is measured. Results of training do not change, to the bit.
+    """
+    recorder = Recorder(
+        device_type=_device_type(model, device), bucket_bytes=bucket_bytes, progress=progress
+    )
+    for known_model in _as_list(model, torch.nn.Module):
+        recorder.names.add_model(known_model)
+    for known_optimizer in _as_list(optimizer, torch.optim.Optimizer):
+        recorder.names.add_optimizer(known_optimizer)
+    return Profile(recorder)
+
+
+def _as_list(value: Any, kind: type) -> list[Any]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, kind) else list(value)
+
+
+def _device_type(model: Any, device: str | torch.device | None) -> str | None:
+    if device is not None:
+        return torch.device(device).type
+    for known in _as_list(model, torch.nn.Module):
+        for parameter in known.parameters():
+            return str(parameter.device.type)
+    return None
+
+
+def profile_script(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    model: str = "",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    progress: Progress | None = None,
+) -> Trace:
+    """Run a training script, unmodified, under the recorder; ``model`` is a label for the trace.
+
+    Raises InputError as :attr:`Profile.trace` does; what the script raises propagates.
+    """
+    session = Profile(
+        Recorder(bucket_bytes=bucket_bytes, progress=progress), model=model or Path(script).stem
+    )
+    with session:
+        run_script(script, arguments)
+    return session.trace
+
+
+def profile_model(
+    name: str,
+    *,
+    steps: int = 6,
+    micro_batches: int = 1,
+    device: str | torch.device = "cpu",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> Trace:
+    """Train a reference model for some steps of AdamW under the recorder.
+
+    ``name`` and ``overrides`` as for :func:`teraio.profiler.models.build_model`. Raises InputError
+    for an unknown model or too few steps (at least 3).
+    """
+    from teraio.profiler.models import build_model, make_batch
+
+    with torch.device(device):
+        model = build_model(name, **overrides)
+        batches = [make_batch(model) for _ in range(micro_batches)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = profile(model, optimizer, device=device, bucket_bytes=bucket_bytes, progress=progress)
+    with session:
+        for _ in range(steps):
+            for tokens, targets in batches:
+                (model(tokens, targets) / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    return session.trace

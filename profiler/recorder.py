@@ -1,0 +1,284 @@
+"""The recorder: a dispatch mode that watches iterations until one of them can stand for all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from teraio.profiler.clocks import make_clock
+from teraio.profiler.collectives import describe_collective
+from teraio.profiler.context import CallContext
+from teraio.profiler.dispatch import KernelCall, KernelMode
+from teraio.profiler.operators import DEFAULT_BUCKET_BYTES
+from teraio.profiler.recording import Recording
+from teraio.profiler.segments import Segment, StorageRecord
+from teraio.profiler.storages import StorageState, storage_of
+from teraio.profiler.workspace import WorkspaceMeter, start_workspace_meter
+
+
+class Recorder(KernelMode):
+    """Records every segment; ``recording.is_complete`` says when it has seen enough.
+
+    Then it steps aside. It changes no numerics and draws no random numbers. ``progress`` is called
+    with a line of text after each optimizer step that was recorded.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_type: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._is_device_given = device_type is not None
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(device_type=device_type, optimizer_steps=1, bucket_bytes=bucket_bytes)
+        self.recording = Recording()
+        self.records: dict[int, StorageRecord] = {}
+        self.untracked_bytes = 0
+        self._progress = progress
+        self._clock = make_clock(device_type)
+        self._context = CallContext(self.names)
+        self._segment = Segment(0)
+        self._meter: WorkspaceMeter | None = None
+        self._optimizer = 0
+        self._ended = 0.0
+        self._is_running = False
+        self._is_idle = False
+        self._has_left = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it watches nothing any more."""
+        return self._is_idle
+
+    @property
+    def has_optimizer_steps(self) -> bool:
+        """Whether iterations end with an optimizer's step, or where the loop says so."""
+        return self._has_seen_optimizer
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device whose storages are recorded."""
+        return self.registry.device_type
+
+    # Stepping aside
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop_recording()
+        if self._has_left:
+            self._remove_hooks()
+        else:
+            super().__exit__(*exception)
+
+    def stop_recording(self) -> None:
+        """Watch nothing any more, and leave the dispatch at once where that is possible.
+
+        Hooks stay until the end of the block: this may run inside one of them.
+        """
+        if self._is_idle:
+            return
+        self._is_idle = True
+        if self._meter is not None:
+            self._meter.abort()
+            self._meter = None
+        if _get_current_dispatch_mode() is self:
+            TorchDispatchMode.__exit__(self, None, None, None)
+            self._has_left = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._is_idle:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    # Kernels
+
+    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        began = perf_counter()
+        super()._view(args, kwargs)
+        self._context.note_node()
+        self._clock.exclude(perf_counter() - began)
+
+    def _run(self, func: Any, operator: Any, args: Any, kwargs: Any) -> Any:
+        self._clock.exclude(-perf_counter())
+        result = super()._run(func, operator, args, kwargs)
+        self._clock.exclude(perf_counter() - self._ended)
+        return result
+
+    def run_kernel(self, call: KernelCall) -> Any:
+        """Run the operator between two readings of the clock."""
+        around = self._meter.around_kernel() if self._meter else contextlib.nullcontext()
+        self._is_running = True
+        try:
+            with around:
+                self._clock.exclude(perf_counter())
+                self._clock.start()
+                result = call.func(*call.args, **call.kwargs)
+                self._ended = self._clock.stop()
+        except BaseException:
+            self._clock.cancel()
+            raise
+        finally:
+            self._is_running = False
+        return result
+
+    def after_kernel(self, call: KernelCall) -> None:
+        """Append the kernel to the segment under way."""
+        segment, context = self._segment, self._context
+        phase, module = context.phase_and_module(
+            requires_grad=call.requires_grad, in_optimizer=self.in_optimizer
+        )
+        if phase != "optimizer":
+            context.note_node()
+        segment.operators.append(call.operator.name)
+        segment.signatures.append(call.signature)
+        segment.touched.append(call.flags)
+        segment.modules.append(module)
+        segment.phases.append(phase)
+        segment.micro_batches.append(context.micro_batch(phase))
+        segment.streams.append(self._current_stream())
+        output_bytes = 0
+        for state in call.born:
+            record = self._record_of(state)
+            record.birth_segment, record.birth_kernel = state.birth_iteration, state.birth_kernel
+            record.birth_phase = phase
+            segment.births.append(record)
+            output_bytes += 0 if state.is_foreign else self.allocated_bytes(state.nbytes)
+        if self._meter is not None:
+            self._meter.kernel_ended(output_bytes)
+        if call.operator.is_collective:
+            collective = describe_collective(call.operator, call.args, call.kwargs)
+            if collective is not None:
+                segment.collectives[self.kernel] = collective
+
+    def allocated_bytes(self, nbytes: int) -> int:
+        """Bytes that the device's allocator takes for a request."""
+        rounding = self.allocator_rounding_bytes
+        return -(-nbytes // rounding) * rounding
+
+    @property
+    def allocator_rounding_bytes(self) -> int:
+        """The caching allocator of CUDA rounds up to this; others are taken at their word."""
+        return 512 if self.device_type == "cuda" else 1
+
+    def _current_stream(self) -> int:
+        if self.device_type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream().stream_id)
+
+    # Storages
+
+    def _record_of(self, state: StorageState) -> StorageRecord:
+        record: StorageRecord | None = state.attachment
+        if record is None:
+            record = state.attachment = self.records[state.serial] = StorageRecord(state)
+        return record
+
+    def on_death(self, state: StorageState) -> None:
+        """Remember after which kernel the memory was freed; inside a kernel that is this one."""
+        if self._is_idle:
+            return
+        record = self._record_of(state)
+        record.death_segment = self.iteration
+        record.death_kernel = self.kernel if self._is_running else self.kernel - 1
+
+    def _name_storages(self) -> None:
+        for address, (name, kind) in self.names.names().items():
+            state = self.registry.find_address(address)
+            if state is not None:
+                record = self._record_of(state)
+                record.name, record.kind = name, kind
+
+    @property
+    def unseen_tensors(self) -> dict[str, tuple[torch.UntypedStorage, str, str]]:
+        """Storage, kind and dtype, by name, of named tensors on the device that no kernel uses."""
+        unseen: dict[str, tuple[torch.UntypedStorage, str, str]] = {}
+        addresses = set()
+        for tensor, name, kind in self.names.tensors():
+            storage = storage_of(tensor) if tensor.device.type == self.device_type else None
+            if storage is None or storage._cdata in addresses:
+                continue
+            addresses.add(storage._cdata)
+            if self.registry.find_address(storage._cdata) is None:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                unseen[name] = (storage, kind, dtype)
+        return unseen
+
+    # Iterations, modules, optimizers
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if self._is_idle:
+            return
+        began = perf_counter()
+        super()._optimizer_begins(optimizer, *arguments)
+        self._choose_device(optimizer)
+        self._name_storages()
+        self._clock.exclude(perf_counter() - began)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if self._is_idle:
+            return
+        self._optimizer = id(optimizer)
+        super()._optimizer_ends(optimizer, *arguments)
+
+    def _choose_device(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the first optimizer's parameters if the caller did not name a device."""
+        if self._is_device_given:
+            return
+        self._is_device_given = True
+        parameter = next((p for g in optimizer.param_groups for p in g["params"]), None)
+        if parameter is not None and parameter.device.type != self.device_type:
+            self.registry.device_type = parameter.device.type
+            self._clock = make_clock(parameter.device.type)
+            self._segment = Segment(self.iteration)
+            self.kernel = 0
+
+    def _module_begins(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._is_idle:
+            return
+        began = perf_counter()
+        super()._module_begins(module, inputs)
+        self._context.enter_module(module)
+        self._clock.exclude(perf_counter() - began)
+
+    def _module_ends(self, module: torch.nn.Module, *arguments: Any) -> None:
+        if not self._is_idle:
+            super()._module_ends(module, *arguments)
+            self._context.leave_module()
+
+    def step(self) -> None:
+        """See :meth:`KernelMode.step`."""
+        if not self._is_idle:
+            super().step()
+
+    def on_iteration_end(self) -> None:
+        """Close the segment and decide what the next one is for."""
+        began = perf_counter()
+        self._name_storages()
+        self._segment.close(self._clock.take(), self._optimizer)
+        self._add_segment()
+        self._segment = Segment(self.iteration + 1)
+        self._context.begin_segment()
+        self._clock.exclude(perf_counter() - began)
+        if self._progress is not None:
+            self._progress(self.recording.describe())
+
+    def _add_segment(self) -> None:
+        recording, meter = self.recording, self._meter
+        workspace_bytes = None
+        if meter is not None and recording.ends_group_next:
+            workspace_bytes, self._meter = meter.stop(), None
+        recording.add(self._segment, workspace_bytes, is_metered=meter is not None)
+        if recording.is_complete:
+            self.stop_recording()
+        elif self._meter is None and recording.wants_workspace:
+            self._meter = start_workspace_meter(self.device_type)
+            if self._meter is None:
+                recording.give_up_workspace()
