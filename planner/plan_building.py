@@ -24,6 +24,7 @@ from teraio.planner.clean_copies import Chains, chain_moves
 from teraio.planner.drafts import ANY_SSD
 from teraio.planner.residency import away_intervals, resident_bytes
 from teraio.planner.slot_packing import align_up, pack_slots
+from teraio.simulator import simulate
 from teraio.traces.trace import Storages, Trace
 from teraio.units import format_bytes
 
@@ -90,8 +91,6 @@ def build_plan(
 
 def predicted(plan: Plan, trace: Trace, hardware: Hardware) -> Plan:
     """The same plan with the iteration time that the simulator gives it."""
-    from teraio.simulator import simulate
-
     seconds = simulate(trace, plan, hardware, record=False).iteration_seconds
     return replace(plan, metadata=replace(plan.metadata, predicted_seconds=seconds))
 

@@ -1,0 +1,212 @@
+"""The variants of the greedy planner: which periods, to which device, in which windows.
+
+Numbers in brackets are the steps of :mod:`teraio.planner.greedy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from teraio.contracts.hardware import HOST, Hardware
+from teraio.contracts.plan import Moves
+from teraio.contracts.table import IntArray
+from teraio.errors import InfeasibleError
+from teraio.planner.candidates import Candidates, find_candidates
+from teraio.planner.channel_reservations import (
+    Reservations,
+    TimeBins,
+    open_reservations,
+    time_bins,
+)
+from teraio.planner.clean_copies import chain_moves
+from teraio.planner.drafts import draft_moves
+from teraio.planner.fallback import FITS, relieve_remaining
+from teraio.planner.greedy_choice import NOT_CHOSEN, Choice, choose_by_benefit, open_choice
+from teraio.planner.residency import cyclic_sum, resident_bytes
+from teraio.planner.retiming import (
+    Windows,
+    kernel_of_bin,
+    longest_windows,
+    planned_windows,
+    spend_slack,
+)
+from teraio.traces.lifetimes import InactivePeriods
+from teraio.traces.trace import Trace
+from teraio.units import format_bytes
+
+PATIENCES = (0.0, 0.9)
+"""Shares of the host's benefit that an SSD must give to be preferred (5)."""
+
+MAX_BINS = 8192
+"""Bins of the ideal timeline; traces with no more kernels are planned kernel by kernel."""
+
+
+@dataclass(frozen=True)
+class GreedySearch:
+    """What all variants share; sizes in bytes, ``resident`` int64 (K,) without any move."""
+
+    trace: Trace
+    hardware: Hardware
+    rate_factor: float
+    candidates: Candidates
+    periods: InactivePeriods
+    period_rows: IntArray
+    bins: TimeBins
+    resident: IntArray
+    capacity_bytes: int
+
+    @classmethod
+    def begin(cls, trace: Trace, hardware: Hardware, rate_factor: float) -> GreedySearch:
+        """Candidates and pressure. Raises InfeasibleError if some kernel can never run."""
+        bins = time_bins(trace, MAX_BINS)
+        candidates, periods, rows = find_candidates(trace, bins, hardware)
+        resident = resident_bytes(
+            trace.storages, trace.kernels.workspace_bytes, Moves.empty(), trace.num_kernels
+        )
+        capacity_bytes = hardware.gpu_of_rank(trace.metadata.rank).memory_bytes
+        _check_feasible(trace, candidates, resident, capacity_bytes)
+        return cls(
+            trace=trace,
+            hardware=hardware,
+            rate_factor=rate_factor,
+            candidates=candidates,
+            periods=periods,
+            period_rows=rows,
+            bins=bins,
+            resident=resident,
+            capacity_bytes=capacity_bytes,
+        )
+
+    def drafts(self, host_margin: float) -> Iterator[tuple[Moves, dict[str, Any]]]:
+        """Moves that fit the GPU, one table per variant, with what distinguishes it."""
+        if (self.resident <= self.capacity_bytes).all():
+            yield Moves.empty(), {}
+            return
+        for patience in PATIENCES:
+            for rows, choice, keeps_windows in self._choices(patience, host_margin):
+                planned = self._planned_windows(rows, choice)
+                for early in (True, False):
+                    variant = {
+                        "patience": patience,
+                        "fallback": "planned windows" if keeps_windows else "longest absences",
+                        "prefetch_early": early,
+                    }
+                    yield self._draft(rows, choice, planned, early), variant
+
+    def _choices(
+        self, patience: float, host_margin: float
+    ) -> Iterator[tuple[IntArray, Choice, bool]]:
+        """Chosen rows, with the fallback's two readings where it is needed at all."""
+        for keeps_windows in (True, False):
+            channels = self._open_channels()
+            choice = self._open_choice(host_margin)
+            pressure = np.maximum.reduceat(self.resident, self.bins.first_kernel[:-1])
+            pressure -= self.capacity_bytes
+            choose_by_benefit(self.candidates, choice, channels, pressure, patience)
+            windows = self._windows_so_far(choice, keeps_windows)
+            rows = np.flatnonzero(choice.device != NOT_CHOSEN)
+            over = self._resident_with(rows, windows) - self.capacity_bytes
+            is_complete = bool((over <= 0).all())
+            fits = relieve_remaining(self.candidates, choice, channels, over) == FITS
+            rows = np.flatnonzero(choice.device != NOT_CHOSEN)
+            if not fits and keeps_windows:
+                # No period is left to add, so those chosen must leave for longer.
+                over = self._resident_with(rows, longest_windows(self.candidates, rows))
+                over -= self.capacity_bytes
+                fits = relieve_remaining(self.candidates, choice, channels, over) == FITS
+                rows = np.flatnonzero(choice.device != NOT_CHOSEN)
+            if fits:
+                yield rows, choice, keeps_windows
+            if is_complete:
+                return
+
+    def _open_channels(self) -> Reservations:
+        rank = self.trace.metadata.rank
+        return open_reservations(self.bins, self.hardware, rank, self.rate_factor)
+
+    def _open_choice(self, host_margin: float) -> Choice:
+        ssds = self.hardware.ssds_of_rank(self.trace.metadata.rank)
+        bounce_bytes = sum(ssd.bounce_bytes for ssd in ssds if not ssd.gds)
+        host_bytes = int(host_margin * max(0, self.hardware.host.memory_bytes - bounce_bytes))
+        capacity_bytes = np.array([host_bytes, *(ssd.capacity_bytes for ssd in ssds)])
+        return open_choice(self.candidates, capacity_bytes, len(self.bins.seconds))
+
+    def _windows_so_far(self, choice: Choice, keeps_windows: bool) -> Windows:
+        rows = np.flatnonzero(choice.device != NOT_CHOSEN)
+        if not keeps_windows:
+            return longest_windows(self.candidates, rows)
+        first_kernel = self.bins.first_kernel
+        return Windows(
+            kernel_of_bin(choice.away_first_bin[rows], first_kernel),
+            kernel_of_bin(choice.away_end_bin[rows], first_kernel),
+        )
+
+    def _resident_with(self, rows: IntArray, windows: Windows) -> IntArray:
+        """Bytes per kernel if the chosen rows are away in these windows, int64 (K,)."""
+        num_kernels = self.trace.num_kernels
+        shift = windows.free_by // num_kernels * num_kernels
+        sizes = self.candidates.relief_bytes[rows]
+        start, end = windows.free_by - shift, windows.prefetch_start - shift
+        return self.resident - cyclic_sum(start, end, sizes, num_kernels)
+
+    def _planned_windows(self, rows: IntArray, choice: Choice) -> Windows:
+        draft = self._moves(rows, choice, longest_windows(self.candidates, rows))
+        trace = self.trace
+        chains = chain_moves(draft, trace.storages, trace.accesses, trace.num_kernels)
+        return planned_windows(
+            self.candidates,
+            rows,
+            choice.device[rows],
+            chains.writes,
+            self._open_channels(),
+            self.bins.first_kernel,
+        )
+
+    def _draft(
+        self, rows: IntArray, choice: Choice, planned: Windows, prefetch_early: bool
+    ) -> Moves:
+        """(8) Moves with their final times."""
+        longest = longest_windows(self.candidates, rows)
+        slack = self.capacity_bytes - self._resident_with(rows, longest)
+        windows, needed = spend_slack(
+            self.candidates, rows, slack, planned, prefetch_early=prefetch_early
+        )
+        kept = Windows(windows.free_by[needed], windows.prefetch_start[needed])
+        return self._moves(rows[needed], choice, kept)
+
+    def _moves(self, rows: IntArray, choice: Choice, windows: Windows) -> Moves:
+        ssds = self.hardware.ssds_of_rank(self.trace.metadata.rank)
+        names = np.array([HOST, *(ssd.name for ssd in ssds)], dtype=object)
+        return draft_moves(
+            self.trace,
+            self.periods,
+            self.period_rows[rows],
+            offload_start=self.candidates.after_kernel[rows],
+            free_by=windows.free_by,
+            prefetch_start=windows.prefetch_start,
+            device=names[choice.device[rows]],
+        )
+
+
+def _check_feasible(
+    trace: Trace, candidates: Candidates, resident: IntArray, capacity_bytes: int
+) -> None:
+    """Raise if a kernel needs too much even when all that can be away is away."""
+    away = cyclic_sum(
+        candidates.away_first,
+        candidates.away_end,
+        candidates.relief_bytes,
+        trace.num_kernels,
+    )
+    needed = resident - away
+    kernel = int(np.argmax(needed))
+    if needed[kernel] > capacity_bytes:
+        raise InfeasibleError(
+            f"kernel {kernel} ({trace.kernels.op[kernel]}) alone needs {needed[kernel]} bytes "
+            f"({format_bytes(int(needed[kernel]))}) of GPU memory, "
+            f"but {capacity_bytes} ({format_bytes(capacity_bytes)}) are available"
+        )

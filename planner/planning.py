@@ -1,0 +1,101 @@
+"""The front door of planning: a planner by name, its plan verified before it is returned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from teraio.contracts.hardware import Hardware, as_hardware
+from teraio.contracts.plan import Moves, Plan
+from teraio.errors import InputError
+from teraio.planner.greedy import plan_greedy
+from teraio.planner.plan_building import build_plan
+from teraio.planner.verifier import verify
+from teraio.traces.trace import Trace, as_trace
+
+Progress = Callable[[str], None]
+"""Told in a few words what a planner is doing."""
+
+
+def plan(
+    trace: Trace | str | Path,
+    hardware: Hardware | str | Path,
+    *,
+    planner: str = "greedy",
+    gpu_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    bandwidth_share: float = 1.0,
+    transform: str | None = None,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide which storages leave the GPU when, so that the iteration fits and waits least.
+
+    ``trace`` and ``hardware`` are values, paths or a preset's name. ``gpu_memory`` and
+    ``host_memory`` are final budgets (bytes or text such as ``94GB``) in place of the hardware's.
+    ``bandwidth_share`` plans for that share of the rates; the prediction uses all of them.
+    ``time_limit`` in seconds is for planners that search; those here take a few seconds at most.
+
+    Raises InputError for wrong arguments, InfeasibleError if one kernel needs more than the GPU
+    has, CapacityError if the tiers are too small, RuntimeError if the planner made a plan that the
+    independent verifier refuses (a defect, never the user's).
+    """
+    make = PLANNERS.get(planner)
+    if make is None:
+        raise InputError(f"planner: {planner!r} is not one of {sorted(PLANNERS)}")
+    if transform is not None:
+        raise InputError(f"transform: {transform!r} is not known; leave it out")
+    if not 0 < bandwidth_share <= 1:
+        raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {bandwidth_share}")
+    if time_limit is not None and time_limit <= 0:
+        raise InputError(f"time_limit: must be above 0 seconds, got {time_limit}")
+    trace = as_trace(trace)
+    budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory)
+    report = progress or _silent
+    report(f"planning ({planner})")
+    result = make(trace, budgeted, bandwidth_share)
+    report("verifying")
+    verification = verify(trace, result)
+    must_fit = planner not in _MAY_NOT_FIT
+    if not verification.valid or (must_fit and not verification.fits):
+        violation = verification.violations[0] if verification.violations else "no reason given"
+        raise RuntimeError(f"planner {planner} made a plan that does not verify: {violation}")
+    return result
+
+
+def _silent(_: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
+    return plan_greedy(trace, hardware, bandwidth_share=bandwidth_share)
+
+
+def _ideal(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
+    """No moves, and a GPU that holds everything."""
+    unlimited = hardware.with_budgets(gpu_memory=trace.peak_allocated_bytes)
+    return _without_moves(trace, unlimited, planner="ideal")
+
+
+def _on_demand(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
+    """No moves under the real budget: what does not fit is evicted and fetched as it is needed."""
+    return _without_moves(trace, hardware, planner="on-demand")
+
+
+def _without_moves(trace: Trace, hardware: Hardware, **keywords: Any) -> Plan:
+    started = time.perf_counter()
+    result = build_plan(trace, Moves.empty(), hardware, **keywords)
+    seconds = time.perf_counter() - started
+    return replace(result, metadata=replace(result.metadata, planning_seconds=seconds))
+
+
+PLANNERS: MappingProxyType[str, Callable[[Trace, Hardware, float], Plan]] = MappingProxyType(
+    {"greedy": _greedy, "ideal": _ideal, "on-demand": _on_demand}
+)
+"""Planners by name; each takes the trace, the hardware with budgets, and the bandwidth share."""
+
+_MAY_NOT_FIT = frozenset({"on-demand"})
