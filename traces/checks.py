@@ -12,6 +12,14 @@ from teraio.errors import InputError
 if TYPE_CHECKING:
     from teraio.traces.trace import Trace
 
+MAX_BYTES = 2**62
+"""All storages together stay below it, so that no sum of bytes overflows 64 bits."""
+
+MAX_SECONDS = 1e6
+"""An iteration takes less, so that its picoseconds fit into 64 bits with room for stalls."""
+
+MAX_ORDINAL = 2**31
+
 
 def check_trace(trace: Trace) -> None:
     """Raise InputError for the first invariant that does not hold."""
@@ -62,6 +70,11 @@ def _check_kernels(trace: Trace) -> None:
         seconds = getattr(kernels, name)
         bad = ~np.isfinite(seconds) | (seconds < 0)
         _refuse(bad, f"kernels.{name}", seconds, "must be finite and not negative")
+    if trace.ideal_seconds >= MAX_SECONDS:
+        raise InputError(
+            f"kernels.duration_seconds: gaps and durations must sum to less than {MAX_SECONDS:g} "
+            f"seconds, got {trace.ideal_seconds:g}"
+        )
     workspace = kernels.workspace_bytes
     _refuse(workspace < 0, "kernels.workspace_bytes", workspace, "must not be negative")
 
@@ -79,14 +92,22 @@ def _check_storages(trace: Trace) -> None:
         storages.allocated_bytes,
         "must be at least nbytes",
     )
+    workspace_bytes = trace.kernels.workspace_bytes.max(initial=0)
+    total_bytes = storages.allocated_bytes.sum(dtype=float) + float(workspace_bytes)
+    if total_bytes >= MAX_BYTES:
+        raise InputError(
+            f"storages.allocated_bytes: must sum to less than 2**62 bytes, got {total_bytes:.3g}"
+        )
     for name in ("birth", "death"):
         values = getattr(storages, name)
         bad = (values < -1) | (values >= num_kernels)
         _refuse(bad, f"storages.{name}", values, f"must be null or a kernel 0..{num_kernels - 1}")
     half = (storages.birth < 0) != (storages.death < 0)
     _refuse(half, "storages.death", storages.death, "birth and death must both be null, or neither")
-    no_ordinal = (storages.birth >= 0) & (storages.birth_ordinal < 0)
-    _refuse(no_ordinal, "storages.birth_ordinal", storages.birth_ordinal, "must not be null here")
+    ordinal = storages.birth_ordinal
+    no_ordinal = (storages.birth >= 0) & (ordinal < 0)
+    _refuse(no_ordinal, "storages.birth_ordinal", ordinal, "must not be null here")
+    _refuse(ordinal >= MAX_ORDINAL, "storages.birth_ordinal", ordinal, "must be below 2**31")
     _check_identities(trace)
 
 
