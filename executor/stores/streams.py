@@ -12,6 +12,8 @@ has been seen, so PyTorch's allocator cannot hand the memory on under a copy.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -113,7 +115,9 @@ class StreamQueues:
             for is_write in (False, True)
             for is_urgent in (False, True)
         }
-        self._outstanding: list[StreamTransfer] = []
+        self._outstanding: dict[tuple[bool, bool], deque[StreamTransfer]] = {
+            key: deque() for key in self._streams
+        }
         self._is_closed = False
 
     def issue(
@@ -128,10 +132,9 @@ class StreamQueues:
         """Put a copy into its stream. Raises StoreError if closed."""
         if self._is_closed:
             raise StoreError(f"{self._name}: the store is closed")
-        self._outstanding = [x for x in self._outstanding if not x.done]
         stream = self._streams[is_write, is_urgent]
         stream.wait_event(after or torch.cuda.current_stream().record_event())
-        for earlier in self._outstanding:
+        for earlier in self._of_other_streams(is_write, is_urgent):
             if (earlier.is_write or is_write) and earlier.overlaps(offset_bytes, buffer.numel()):
                 stream.wait_event(earlier.end)
         slot = self._arena[offset_bytes : offset_bytes + buffer.numel()]
@@ -147,15 +150,22 @@ class StreamQueues:
         transfer = StreamTransfer(
             is_write, offset_bytes, buffer.numel(), self._clock, start, end, buffer
         )
-        self._outstanding.append(transfer)
+        self._outstanding[is_write, is_urgent].append(transfer)
         return transfer
+
+    def _of_other_streams(self, is_write: bool, is_urgent: bool) -> Iterator[StreamTransfer]:
+        for key, transfers in self._outstanding.items():
+            while transfers and transfers[0].done:
+                transfers.popleft()
+            if key != (is_write, is_urgent):
+                yield from transfers
 
     def close(self) -> None:
         """Wait for the streams."""
         self._is_closed = True
         for stream in self._streams.values():
             stream.synchronize()
-        self._outstanding = []
+        self._outstanding.clear()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def owns_current_thread(self) -> bool:
