@@ -194,13 +194,18 @@ class CycleBuilder:
 
         One left over from an iteration before is known by its successor in this one.
         """
-        row = self._persistent.get(record.serial)
-        if row is not None:
-            return row
-        iterations_ago = 0
+        if record.serial == next_record.serial and record.serial in self._persistent:
+            return self._persistent[record.serial]
+        iterations_ago, successor = 0, record
         if record.serial not in self._cyclic:
-            record, iterations_ago = self._successor(record, next_record)
-        rows = self._cyclic.get(record.serial)
+            successor, iterations_ago = self._successor(record, next_record)
+        rows = self._cyclic.get(successor.serial)
+        row = self._persistent.get(record.serial)
+        if rows is not None and row is not None:
+            # Kept for ever, but every iteration makes another: the successor stands for both.
+            self._cycle.rows.remove(self._persistent.pop(record.serial))
+        elif row is not None:
+            return row
         if rows is None:
             row = self._persistent[record.serial] = Row(record, None, None, None)
             self._cycle.rows.append(row)

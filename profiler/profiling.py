@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -104,18 +105,24 @@ def profile_script(
     script: str | Path,
     arguments: Sequence[str] = (),
     *,
-    model: str = "",
+    model: str | None = None,
+    run_to_end: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     progress: Progress | None = None,
 ) -> Trace:
-    """Run a training script, unmodified, under the recorder; ``model`` is a label for the trace.
+    """Run a training script, unmodified, under the recorder until enough has been seen.
 
-    Raises InputError as :attr:`Profile.trace` does; what the script raises propagates.
+    Then the script ends as if it had called ``sys.exit(0)`` inside ``Optimizer.step``; with
+    ``run_to_end`` it goes on to its own end, unwatched. ``model`` labels the trace (default: the
+    script's name). Raises InputError as :attr:`Profile.trace` does; what the script raises
+    propagates.
     """
-    session = Profile(
-        Recorder(bucket_bytes=bucket_bytes, progress=progress), model=model or Path(script).stem
+    recorder = Recorder(
+        bucket_bytes=bucket_bytes,
+        progress=progress,
+        when_complete=None if run_to_end else sys.exit,
     )
-    with session:
+    with Profile(recorder, model=model or Path(script).stem) as session:
         run_script(script, arguments)
     return session.trace
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -21,11 +22,22 @@ from teraio.profiler.storages import StorageState, storage_of
 from teraio.profiler.workspace import WorkspaceMeter, start_workspace_meter
 
 
+@dataclass(frozen=True, slots=True)
+class UnseenTensor:
+    """A named tensor on the device that no kernel has touched; it takes memory all the same."""
+
+    name: str
+    kind: str
+    dtype: str
+    nbytes: int
+    resizable: bool
+
+
 class Recorder(KernelMode):
     """Records every segment; ``recording.is_complete`` says when it has seen enough.
 
     Then it steps aside. It changes no numerics and draws no random numbers. ``progress`` is called
-    with a line of text after each optimizer step that was recorded.
+    with a line of text after each optimizer step that was recorded, ``when_complete`` once.
     """
 
     def __init__(
@@ -34,14 +46,17 @@ class Recorder(KernelMode):
         device_type: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         progress: Callable[[str], None] | None = None,
+        when_complete: Callable[[], None] | None = None,
     ) -> None:
         self._is_device_given = device_type is not None
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(device_type=device_type, optimizer_steps=1, bucket_bytes=bucket_bytes)
         self.recording = Recording()
         self.records: dict[int, StorageRecord] = {}
+        self.unseen: list[UnseenTensor] = []
         self.untracked_bytes = 0
         self._progress = progress
+        self._when_complete = when_complete
         self._clock = make_clock(device_type)
         self._context = CallContext(self.names)
         self._segment = Segment(0)
@@ -84,6 +99,8 @@ class Recorder(KernelMode):
         if self._is_idle:
             return
         self._is_idle = True
+        self.unseen = self._find_unseen()
+        self.untracked_bytes = self._untracked_bytes()
         if self._meter is not None:
             self._meter.abort()
             self._meter = None
@@ -171,7 +188,8 @@ class Recorder(KernelMode):
     def _current_stream(self) -> int:
         if self.device_type != "cuda":
             return 0
-        return int(torch.cuda.current_stream().stream_id)
+        device = torch._C._cuda_getDevice()
+        return int(torch._C._cuda_getCurrentStream(device)[0])
 
     # Storages
 
@@ -196,10 +214,8 @@ class Recorder(KernelMode):
                 record = self._record_of(state)
                 record.name, record.kind = name, kind
 
-    @property
-    def unseen_tensors(self) -> dict[str, tuple[torch.UntypedStorage, str, str]]:
-        """Storage, kind and dtype, by name, of named tensors on the device that no kernel uses."""
-        unseen: dict[str, tuple[torch.UntypedStorage, str, str]] = {}
+    def _find_unseen(self) -> list[UnseenTensor]:
+        unseen = []
         addresses = set()
         for tensor, name, kind in self.names.tensors():
             storage = storage_of(tensor) if tensor.device.type == self.device_type else None
@@ -208,8 +224,17 @@ class Recorder(KernelMode):
             addresses.add(storage._cdata)
             if self.registry.find_address(storage._cdata) is None:
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                unseen[name] = (storage, kind, dtype)
+                size, resizable = storage.nbytes(), storage.resizable()
+                unseen.append(UnseenTensor(name, kind, dtype, size, resizable))
         return unseen
+
+    def _untracked_bytes(self) -> int:
+        """What the caching allocator holds beyond all known storages (cuBLAS workspaces)."""
+        if self.device_type != "cuda":
+            return 0
+        known = sum(self.allocated_bytes(state.nbytes) for state in self.registry.alive())
+        known += sum(self.allocated_bytes(tensor.nbytes) for tensor in self.unseen)
+        return max(0, torch.cuda.memory_allocated() - known)
 
     # Iterations, modules, optimizers
 
@@ -269,6 +294,8 @@ class Recorder(KernelMode):
         self._clock.exclude(perf_counter() - began)
         if self._progress is not None:
             self._progress(self.recording.describe())
+        if self._when_complete is not None and self.recording.is_complete:
+            self._when_complete()
 
     def _add_segment(self) -> None:
         recording, meter = self.recording, self._meter

@@ -177,13 +177,12 @@ def _storages(recorder: Recorder, rows: list[Row]) -> Storages:
         place = (row.birth, row.birth_ordinal, row.death)
         columns.append((record.nbytes, row.kind, row.name, *place, record.dtype, resizable))
     taken = {row.name for row in rows if row.is_persistent}
-    for name, (storage, kind, dtype) in recorder.unseen_tensors.items():
-        if name not in taken:
-            nowhere = (None, None, None)
-            size, resizable = storage.nbytes(), storage.resizable()
-            columns.append((size, kind, name, *nowhere, dtype, resizable))
+    nowhere = (None, None, None)
+    for tensor in recorder.unseen:
+        if tensor.name not in taken:
+            description = (tensor.nbytes, tensor.kind, tensor.name)
+            columns.append((*description, *nowhere, tensor.dtype, tensor.resizable))
     if recorder.untracked_bytes:
-        nowhere = (None, None, None)
         columns.append((recorder.untracked_bytes, "buffer", "untracked", *nowhere, None, False))
     return Storages.from_rows(
         [
