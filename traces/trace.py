@@ -18,6 +18,7 @@ import numpy as np
 from teraio.contracts.bundle import content_hash, load_bundle, save_bundle
 from teraio.contracts.plan import Accesses
 from teraio.contracts.table import BoolArray, Column, FloatArray, IntArray, Table, TextArray
+from teraio.errors import InputError
 from teraio.traces.checks import check_trace
 
 if TYPE_CHECKING:
@@ -184,7 +185,10 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a trace; checksums, hash and invariants are verified. Raises InputError."""
         tables, metadata = load_bundle(Path(path), "trace", _TABLES, TraceMetadata)
-        return cls(**tables, metadata=metadata)
+        try:
+            return cls(**tables, metadata=metadata)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
 
     def to_pandas(self) -> Any:
         """The storages as a DataFrame; ``kernels`` and ``accesses`` have their own."""
