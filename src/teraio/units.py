@@ -76,10 +76,12 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``2.73 s``, ``27.3 ms`` or ``273 us``: three digits in the unit that reads best."""
+    """``7.30 s``, ``27.3 ms`` or ``273 us``: three digits in the unit that reads best."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
-        if abs(seconds) * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
+        value = seconds * factor
+        if abs(value) >= 1 or unit == "us":
+            digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+            return f"{value:.{digits}f} {unit}"
     raise AssertionError("unreachable")
 
 

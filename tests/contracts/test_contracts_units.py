@@ -82,10 +82,11 @@ def test_sizes_are_written_with_three_digits(num_bytes: float, text: str) -> Non
 
 def test_rates_and_times_are_written() -> None:
     assert format_rate(16e9) == "16.0 GB/s"
-    assert [format_seconds(s) for s in (2.734, 0.0273, 273e-6, 0.0)] == [
-        "2.73 s",
+    assert [format_seconds(s) for s in (7.3, 0.0273, 273e-6, 5000.0, 0.0)] == [
+        "7.30 s",
         "27.3 ms",
         "273 us",
+        "5000 s",
         "0 us",
     ]
 
