@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
+_HEADINGS = ("planner", "iteration", "of ideal", "stalled", "GPU peak", "host peak", "to SSD")
+
 
 @command(
     "compare",
@@ -69,32 +71,25 @@ def compare(
         from teraio.planner.plot_comparison import plot_comparison
 
         save_picture(plot_comparison(table), plot)
-    rows = table.to_dict("records")
-    data = {"rows": rows, "plot": plot}
+    data = {"rows": table.to_dict("records"), "plot": plot}
     return Result(data, lambda console: _show(console, str(trace), table))
 
 
 def _show(console: Console, title: str, table: pd.DataFrame) -> None:
-    headings = (
-        "planner",
-        "iteration",
-        "of ideal",
-        "stalled",
-        "GPU peak",
-        "host peak",
-        "SSD writes",
-    )
-    rows = []
-    for row in table.to_dict("records"):
-        rows.append(
-            (
-                str(row["planner"]),
-                duration(row.get("iteration_seconds")),
-                percent(row.get("fraction_of_ideal")),
-                duration(row.get("stalled_seconds")),
-                size(row.get("peak_gpu_bytes")),
-                size(row.get("peak_host_bytes")),
-                size(row.get("ssd_bytes_written")),
-            )
+    stalls = [f"stall_{cause}_seconds" for cause in ("read", "memory", "host")]
+    rows = [
+        (
+            row["planner"],
+            duration(row["iteration_seconds"]),
+            percent(row["fraction_of_ideal"]),
+            duration(sum(row[stall] for stall in stalls)),
+            size(row["peak_gpu_bytes"]),
+            size(row["peak_host_bytes"]),
+            size(row["ssd_bytes_written"]),
         )
-    console.print(grid(title, headings, rows))
+        for row in table.astype(object).where(table.notna(), float("nan")).to_dict("records")
+    ]
+    console.print(grid(title, _HEADINGS, rows))
+    for planner, note in zip(table["planner"], table["note"], strict=True):
+        if note:
+            console.print(f"{planner}: {note}")

@@ -20,7 +20,7 @@ _PARTS = (
     ("stall_memory_seconds", "stall: waits for memory", drawing.DARK_RED),
     ("stall_host_seconds", "stall: waits for the host", drawing.PINK),
 )
-_ROOM_FOR_LABELS = 1.22
+_ROOM_FOR_LABELS = 1.3
 
 
 def plot_comparison(table: pd.DataFrame, axes: Axes | None = None) -> Axes:
@@ -44,11 +44,11 @@ def plot_comparison(table: pd.DataFrame, axes: Axes | None = None) -> Axes:
         left += width
     axes.axvline(ideal * factor, color=drawing.BLACK, linestyle="--", linewidth=1.4, label="ideal")
     for row, seconds in zip(rows, iterations, strict=True):
-        text = f" {100 * ideal / seconds:.1f} %" if seconds > 0 else " no plan exists"
+        text = f" {100 * ideal / seconds:.1f} % of ideal" if seconds > 0 else " no plan exists"
         axes.text(np.nan_to_num(seconds) * factor, row, text, va="center", ha="left")
     _finish(axes, table, rows)
     axes.set(xlim=(0, _ROOM_FOR_LABELS * longest * factor or 1))
-    axes.set(xlabel=f"iteration ({unit}); label: fraction of ideal")
+    axes.set(xlabel=f"iteration ({unit})")
     return axes
 
 

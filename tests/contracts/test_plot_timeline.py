@@ -61,7 +61,7 @@ def test_one_lane_for_compute_and_one_per_channel() -> None:
     assert legend is not None
     texts = [text.get_text() for text in legend.get_texts()]
     assert texts == ["kernels", "stall: waits for a storage", "offload", "prefetch"]
-    assert axes.get_title(loc="left") == "simulated iteration: 10 s, 80.0 % of ideal"
+    assert axes.get_title(loc="left") == "simulated iteration: 10.0 s, 80.0 % of ideal"
 
 
 def test_lanes_show_when_each_was_busy() -> None:
