@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -104,7 +105,9 @@ class Recorder(KernelMode):
         if self._meter is not None:
             self._meter.abort()
             self._meter = None
-        if _get_current_dispatch_mode() is self:
+        # A backward pass restores the modes that were active when it began.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if _get_current_dispatch_mode() is self and not is_in_backward:
             TorchDispatchMode.__exit__(self, None, None, None)
             self._has_left = True
 
@@ -303,9 +306,24 @@ class Recorder(KernelMode):
         if meter is not None and recording.ends_group_next:
             workspace_bytes, self._meter = meter.stop(), None
         recording.add(self._segment, workspace_bytes, is_metered=meter is not None)
+        if self._meter is not None and recording.steady is None:
+            self._meter.abort()
+            self._meter = None
+        if recording.steady is not None and not recording.awaited_optimizers:
+            recording.awaited_optimizers = self._concerned_optimizers()
         if recording.is_complete:
             self.stop_recording()
         elif self._meter is None and recording.wants_workspace:
             self._meter = start_workspace_meter(self.device_type)
             if self._meter is None:
                 recording.give_up_workspace()
+
+    def _concerned_optimizers(self) -> set[int]:
+        """Ids of the optimizers of parameters that kernels have used: they may be about to step."""
+        # isinstance would ask every object for its class, and some answer with a warning.
+        living = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+        return {id(optimizer) for optimizer in living if self._has_used(optimizer)}
+
+    def _has_used(self, optimizer: torch.optim.Optimizer) -> bool:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return any(self.registry.find(parameter) is not None for parameter in parameters)

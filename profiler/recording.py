@@ -5,7 +5,7 @@ from __future__ import annotations
 from teraio.contracts.table import IntArray
 from teraio.errors import InputError
 from teraio.profiler.segments import Segment
-from teraio.profiler.steady import Steady, find_difference, find_steady
+from teraio.profiler.steady import REMEMBERED_SEGMENTS, Steady, find_difference, find_steady
 
 TIMED_ITERATIONS = 3
 """Steady iterations whose times are kept; a trace holds their median."""
@@ -19,6 +19,7 @@ class Recording:
 
     The template, that is the iteration that becomes the trace, is the first of the two equal
     iterations that ended the search; lifetimes that reach into the next are taken from that.
+    ``awaited_optimizers`` (by id) exist but may not have stepped yet, as in adversarial training.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,8 @@ class Recording:
         self.steady: Steady | None = None
         self.timed: list[int] = []
         self.workspace_bytes: IntArray | None = None
+        self.awaited_optimizers: set[int] = set()
+        self._optimizers_seen: set[int] = set()
         self._metered_attempts = 0
         self._has_given_up = False
 
@@ -61,6 +64,9 @@ class Recording:
     def is_complete(self) -> bool:
         """Whether further iterations would add nothing."""
         has_workspace = self.workspace_bytes is not None or self._is_workspace_out_of_reach
+        has_patience = len(self.segments) < REMEMBERED_SEGMENTS
+        if self.awaited_optimizers - self._optimizers_seen and has_patience:
+            return False
         return self.steady is not None and len(self.timed) >= TIMED_ITERATIONS and has_workspace
 
     def add(self, segment: Segment, workspace_bytes: IntArray | None, *, is_metered: bool) -> None:
@@ -71,6 +77,9 @@ class Recording:
         """
         self.segments.append(segment)
         self._forget_old()
+        if segment.optimizer not in self._optimizers_seen:
+            self._optimizers_seen.add(segment.optimizer)
+            self.steady = None
         if self.steady is None:
             self._begin_steady(find_steady(self.segments))
             return
@@ -95,10 +104,12 @@ class Recording:
             self.workspace_bytes = None
 
     def _search_again(self) -> None:
-        # An iteration that differs is skipped, unless a longer period explains it.
+        # An iteration that differs is passed over, unless another period explains it, or the two
+        # alike that were found so far were themselves the exception (two skipped steps in a row).
         assert self.steady is not None
         found = find_steady(self.segments)
-        if found is not None and found.period != self.steady.period:
+        is_unconfirmed = len(self.timed) <= 2 and self.workspace_bytes is None
+        if found is not None and (is_unconfirmed or found.period != self.steady.period):
             self._begin_steady(found)
 
     def _forget_old(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from teraio.profiler.segments import Segment, SegmentAccesses
 
-_REMEMBERED_SEGMENTS = 16
+REMEMBERED_SEGMENTS = 16
 """An optimizer that has not stepped for this many segments (or two periods) is out of the game."""
 
 
@@ -61,7 +61,7 @@ def find_steady(segments: Sequence[Segment | None]) -> Steady | None:
 
 
 def _has_every_optimizer(segments: Sequence[Segment | None], period: int) -> bool:
-    recent = segments[-max(_REMEMBERED_SEGMENTS, 2 * period) :]
+    recent = segments[-max(REMEMBERED_SEGMENTS, 2 * period) :]
     seen = {segment.optimizer for segment in recent if segment is not None}
     return {s.optimizer for s in segments[-period:] if s is not None} == seen
 

@@ -130,6 +130,10 @@ def start_workspace_meter(device_type: str) -> WorkspaceMeter | None:
     if is_profiler_active():
         warn_of_unknown_workspace("torch's profiler is active already")
         return None
+    if torch._C._current_graph_task_id() != -1:
+        # A profiler that is started inside a backward pass is lost with that pass's thread state.
+        warn_of_unknown_workspace("the optimizer steps inside the backward pass")
+        return None
     try:
         return CpuWorkspaceMeter()
     except RuntimeError as error:
