@@ -250,6 +250,42 @@ def test_make_stream_wait_orders_the_compute_that_follows(
     assert torch.equal(destination.clone(), source)
 
 
+def test_transfers_follow_the_compute_issued_before(make_store: MakeStore, device: str) -> None:
+    """A write sees what pending kernels compute; a read does not disturb what they still use."""
+    store = make_store()
+    size = 2048 if device == "cuda" else 64
+    matrix = torch.eye(size, device=device)
+    for round in range(5):
+        busy = matrix
+        for _ in range(50):
+            busy = busy @ matrix
+        source = (busy[0, 0] * (round + 1)).to(torch.uint8).repeat(4 * MIB)
+        store.write(source, 0, 4 * MIB)
+        for _ in range(50):
+            busy = busy @ matrix
+        doubled = source * (busy[0, 0] * 2).to(torch.uint8)
+        del source
+        # The caching allocator hands out the block that the pending product still reads.
+        destination = torch.empty(4 * MIB, dtype=torch.uint8, device=device)
+        store.read(destination, 0, 4 * MIB).make_stream_wait()
+        assert bool((destination == round + 1).all())
+        assert bool((doubled == 2 * (round + 1)).all())
+
+
+def test_memory_is_free_once_a_write_is_done(make_store: MakeStore, device: str) -> None:
+    """After wait, resize_(0) and a new owner of the block, the store has the old bytes."""
+    store = make_store()
+    for seed in range(5):
+        expected = random_bytes(3 * MIB, device, seed)
+        storage = expected.clone().untyped_storage()
+        store.write(storage, 0, 3 * MIB).wait()
+        storage.resize_(0)
+        intruder = torch.full((3 * MIB,), 255, dtype=torch.uint8, device=device)
+        destination = torch.empty_like(intruder)
+        store.read(destination, 0, 3 * MIB).wait()
+        assert torch.equal(destination, expected)
+
+
 @pytest.mark.parametrize(("offset", "nbytes"), [(-4096, 10), (16 * MIB, 1), (15 * MIB, 2 * MIB)])
 def test_ranges_outside_are_refused(
     make_store: MakeStore, device: str, offset: int, nbytes: int
