@@ -45,6 +45,7 @@ _SAME_IN_METADATA = (
     "world_size",
     "micro_batches",
     "optimizer_steps",
+    "bucket_bytes",
     "allocator_rounding_bytes",
 )
 
