@@ -1,0 +1,35 @@
+"""How the engine is compiled: numba, machine code cached on disk, decorators typed for mypy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compile on first use. Callers inline it, so only the entry point is cached on disk."""
+    return cast(Function, numba.njit(error_model="numpy")(function))
+
+
+def compiled_and_cached(function: Function) -> Function:
+    """Compile on first use and keep the machine code on disk for later processes.
+
+    numba takes cached code for outdated when the function's own file changes, not when a callee's
+    does. A name that changes with any source file of the package gives each version its own file.
+    """
+    function.__qualname__ += f"_{source_fingerprint()[:16]}"
+    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
+
+
+def source_fingerprint() -> str:
+    """SHA-256 over the source of every module of this package."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,241 @@
+"""Records of an off-plan run: what residency depends on, and its state before the first kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from teraio.contracts.plan import Plan
+from teraio.contracts.table import MISSING, BoolArray, IntArray
+from teraio.simulator.cold_start import Placement, place_storages
+from teraio.simulator.eviction_heap import ENTRIES_PER_STORAGE
+from teraio.simulator.machine_arrays import Machine
+from teraio.simulator.plan_arrays import MoveLists, build_move_lists
+from teraio.simulator.plan_checks import PlannedMoves
+from teraio.simulator.state import (
+    ABSENT,
+    ACCESS,
+    AWAY,
+    COPY,
+    DEVICE,
+    HEAP_ENTRY,
+    LEFT,
+    MOVE,
+    PENDING,
+    RESIDENT,
+    STORAGE,
+    RecordArray,
+    records,
+)
+from teraio.simulator.trace_arrays import Residency, residency
+from teraio.traces.trace import Trace
+
+
+class Pages(NamedTuple):
+    """What :class:`teraio.simulator.state.Engine` holds of residency; empty for a run on plan.
+
+    ``kernel_columns`` go into its kernel records.
+    """
+
+    accesses: RecordArray
+    lists: IntArray
+    storages: RecordArray
+    moves: RecordArray
+    copies: RecordArray
+    devices: RecordArray
+    demand: IntArray
+    heap: RecordArray
+    heap_size: int
+    kernel_columns: dict[str, IntArray]
+
+
+def no_pages() -> Pages:
+    """Nothing to track."""
+    return Pages(
+        accesses=records(ACCESS, 0),
+        lists=np.zeros(0, dtype=np.int64),
+        storages=records(STORAGE, 0),
+        moves=records(MOVE, 0),
+        copies=records(COPY, 0),
+        devices=records(DEVICE, 0),
+        demand=np.zeros((0, 0), dtype=np.int64),
+        heap=records(HEAP_ENTRY, 0),
+        heap_size=0,
+        kernel_columns={},
+    )
+
+
+def build_pages(trace: Trace, plan: Plan | None, moves: PlannedMoves, machine: Machine) -> Pages:
+    """The state at the cut of a cold start. Raises CapacityError if a storage fits nowhere."""
+    needs = residency(trace)
+    move_lists = build_move_lists(moves, trace.num_kernels, len(trace.storages))
+    crossing = _moves_over_cut(moves, trace.num_kernels)
+    copies = _copies(plan, move_lists, crossing, machine)
+    placement = _placement(trace, plan, moves, move_lists, crossing, copies, machine)
+    lists, kernel_columns = _kernel_lists(needs, move_lists)
+    evictable = np.flatnonzero(placement.is_on_gpu & needs.is_movable)
+    longest = int(np.diff(needs.access_first).max(initial=0)) + 1
+    return Pages(
+        accesses=records(
+            ACCESS,
+            len(trace.accesses),
+            storage=trace.accesses.storage,
+            writes=trace.accesses.writes,
+            next_access=needs.access_next,
+        ),
+        lists=lists,
+        storages=_storages(trace, needs, move_lists, placement),
+        moves=_moves(moves, move_lists, crossing, trace.num_kernels),
+        copies=copies,
+        devices=records(
+            DEVICE,
+            len(machine.devices),
+            alignment=machine.alignment,
+            room=placement.room_bytes,
+        ),
+        # A kernel queues at most its accesses and one eviction.
+        demand=np.full((len(machine.channel_names), longest), MISSING),
+        heap=_heap(evictable, needs.next_at_cut, len(trace.storages)),
+        heap_size=len(evictable),
+        kernel_columns=kernel_columns,
+    )
+
+
+class _Crossing(NamedTuple):
+    """Moves of the iteration before that reach over the cut, bool (moves,).
+
+    ``has_left``: has its copy and has not come back. ``is_away``: its GPU memory is given back.
+    """
+
+    has_left: BoolArray
+    is_away: BoolArray
+
+
+def _moves_over_cut(moves: PlannedMoves, num_kernels: int) -> _Crossing:
+    crosses = np.where(moves.is_tail, moves.end >= num_kernels, moves.prefetch_start > num_kernels)
+    return _Crossing(
+        has_left=crosses & (moves.offload_start < num_kernels),
+        is_away=crosses & (moves.free_by <= num_kernels),
+    )
+
+
+def _copies(
+    plan: Plan | None, lists: MoveLists, crossing: _Crossing, machine: Machine
+) -> RecordArray:
+    copies = records(COPY, len(lists.copy_device), device=lists.copy_device)
+    copies["is_valid"] = _listed_copies(plan, lists, machine)
+    copies["is_valid"][lists.copy[crossing.has_left]] = True
+    return copies
+
+
+def _listed_copies(plan: Plan | None, lists: MoveLists, machine: Machine) -> BoolArray:
+    """Which of the moves' slots hold a copy that the plan lists for kernel 0."""
+    if plan is None or len(plan.copies) == 0:
+        return np.zeros(len(lists.copy_device), dtype=bool)
+    table = plan.copies
+    columns = (table.storage.tolist(), table.device.tolist(), table.tier_offset_bytes.tolist())
+    listed = set(zip(*columns, strict=True))
+    storage = np.repeat(np.arange(len(lists.copy_first) - 1), np.diff(lists.copy_first))
+    device = [machine.devices[index] for index in lists.copy_device]
+    slots = zip(storage.tolist(), device, lists.copy_offset.tolist(), strict=True)
+    return np.array([slot in listed for slot in slots], dtype=bool)
+
+
+def _placement(
+    trace: Trace,
+    plan: Plan | None,
+    moves: PlannedMoves,
+    lists: MoveLists,
+    crossing: _Crossing,
+    copies: RecordArray,
+    machine: Machine,
+) -> Placement:
+    needs = residency(trace)
+    is_away = np.zeros(len(trace.storages), dtype=bool)
+    is_away[moves.storage[crossing.is_away]] = True
+    num_valid = np.concatenate([[0], np.cumsum(copies["is_valid"])])
+    return place_storages(
+        trace.storages,
+        np.flatnonzero(needs.is_alive_at_cut & ~is_away),
+        first_access=needs.next_at_cut,
+        has_copy=num_valid[lists.copy_first[1:]] > num_valid[lists.copy_first[:-1]],
+        gpu_memory_bytes=machine.gpu_memory_bytes,
+        room_bytes=overflow_room(plan, machine),
+        alignment=machine.alignment,
+    )
+
+
+def _storages(
+    trace: Trace, needs: Residency, lists: MoveLists, placement: Placement
+) -> RecordArray:
+    status = np.where(placement.is_on_gpu, RESIDENT, np.where(needs.is_alive_at_cut, AWAY, ABSENT))
+    storages = records(STORAGE, len(trace.storages) + 1, first_copy=lists.copy_first)
+    columns = {
+        "allocated_bytes": trace.storages.allocated_bytes,
+        "nbytes": trace.storages.nbytes,
+        "is_movable": needs.is_movable,
+        "next_at_birth": needs.next_at_birth,
+        "status": status,
+        "next_access": needs.next_at_cut,
+        "overflow_device": placement.overflow_device,
+    }
+    for name, values in columns.items():
+        storages[name][:-1] = values
+    return storages
+
+
+def _moves(
+    moves: PlannedMoves, lists: MoveLists, crossing: _Crossing, num_kernels: int
+) -> RecordArray:
+    # A tail that has given its memory back has nothing left to wait for.
+    is_over = moves.is_tail & (moves.free_by < num_kernels)
+    return records(
+        MOVE,
+        len(moves.storage),
+        storage=moves.storage,
+        copy=lists.copy,
+        is_tail=moves.is_tail,
+        writes=moves.writes,
+        state=np.where(crossing.has_left & ~is_over, LEFT, PENDING),
+    )
+
+
+def _kernel_lists(needs: Residency, lists: MoveLists) -> tuple[IntArray, dict[str, IntArray]]:
+    """All rows by kernel, one list after the other, and where each kernel's begin."""
+    parts = {
+        "first_birth": (needs.birth_first, needs.birth_storage),
+        "first_death": (needs.death_first, needs.death_storage),
+        "first_clean": (lists.clean_first, lists.clean_move),
+        "first_free": (lists.free_first, lists.free_move),
+        "first_prefetch": (lists.prefetch_first, lists.prefetch_move),
+        "first_release": (lists.release_first, lists.release_move),
+    }
+    columns, length = {"first_access": needs.access_first}, 0
+    for name, (first, rows) in parts.items():
+        columns[name] = first + length
+        length += len(rows)
+    return np.concatenate([rows for _, rows in parts.values()]), columns
+
+
+def _heap(evictable: IntArray, next_access: IntArray, num_storages: int) -> RecordArray:
+    """Sorted entries are a heap."""
+    order = evictable[np.lexsort((evictable, -next_access[evictable]))]
+    heap = records(HEAP_ENTRY, ENTRIES_PER_STORAGE * num_storages + 1)
+    heap["key"][: len(order)] = next_access[order]
+    heap["storage"][: len(order)] = order
+    return heap
+
+
+def overflow_room(plan: Plan | None, machine: Machine) -> IntArray:
+    """Bytes per device beside the plan's arenas, or without a plan beside the bounce buffers."""
+    arenas = np.zeros(len(machine.devices), dtype=np.int64)
+    arenas[0] = machine.host_bounce_bytes
+    if plan is not None:
+        arenas = np.maximum(arenas, [planned_arena_bytes(plan, d) for d in machine.devices])
+    return np.maximum(machine.capacity_bytes - arenas, 0)
+
+
+def planned_arena_bytes(plan: Plan, device: str) -> int:
+    """What a plan reserves on a device, as its metadata say (host: bounce buffers included)."""
+    return int(plan.metadata.arena_bytes.get(device, 0))
