@@ -130,30 +130,38 @@ def profile_script(
 def profile_model(
     name: str,
     *,
-    steps: int = 6,
+    steps: int = 5,
     micro_batches: int = 1,
+    batch: int | None = None,
+    sequence: int | None = None,
     device: str | torch.device = "cpu",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     progress: Progress | None = None,
     **overrides: Any,
 ) -> Trace:
-    """Train a reference model for some steps of AdamW under the recorder.
+    """Train a reference model with AdamW for at most so many steps under the recorder.
 
-    ``name`` and ``overrides`` as for :func:`teraio.profiler.models.build_model`. Raises InputError
-    for an unknown model or too few steps (at least 3).
+    ``batch`` (of one micro-batch) and ``sequence`` default to the model's; ``overrides`` replace
+    fields of its config. Raises InputError for an unknown model or field, or too few steps (3 is
+    the least, 5 tell all that there is to know).
     """
     from teraio.profiler.models import build_model, make_batch
 
     with torch.device(device):
         model = build_model(name, **overrides)
-        batches = [make_batch(model) for _ in range(micro_batches)]
+    batches = [make_batch(model, batch, sequence) for _ in range(micro_batches)]
     optimizer = torch.optim.AdamW(model.parameters())
-    session = profile(model, optimizer, device=device, bucket_bytes=bucket_bytes, progress=progress)
+    recorder = Recorder(
+        device_type=torch.device(device).type, bucket_bytes=bucket_bytes, progress=progress
+    )
+    recorder.names.add_model(model)
+    session = Profile(recorder, model=name)
     with session:
         for _ in range(steps):
             for tokens, targets in batches:
                 (model(tokens, targets) / micro_batches).backward()
             optimizer.step()
             optimizer.zero_grad()
-            session.step()
+            if session.done:
+                break
     return session.trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ Loop = Callable[[Callable[[], None]], None]
 
 def watch_allocator(loop: Loop, *, bucket_bytes: int = 32 * 2**20) -> Watched:
     """Record ``loop(step)``, which must allocate everything itself, under torch's profiler."""
+    gc.collect()  # What others left behind must not be freed meanwhile.
     recorder = MarkingRecorder(device_type="cpu", bucket_bytes=bucket_bytes)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         session = Profile(recorder)
