@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +11,9 @@ from teraio.cli.command import Reporter, ScriptCommand, command
 from teraio.cli.options import INPUT_PATH, output_option
 from teraio.cli.result import Result
 from teraio.cli.trace_facts import trace_result
+
+if TYPE_CHECKING:
+    from teraio.traces.trace import Trace
 
 
 @command(
@@ -21,7 +25,10 @@ from teraio.cli.trace_facts import trace_result
 )
 @output_option("The trace to write, e.g. gpt.trace.")
 @click.option("--model", metavar="NAME", help="Record a reference model; no SCRIPT then.")
-@click.option("--steps", type=click.IntRange(min=2), help="With --model: iterations to run.")
+@click.option("--steps", type=click.IntRange(min=3), help="With --model: iterations to run.")
+@click.option("--batch", type=click.IntRange(min=1), help="With --model: sequences at once.")
+@click.option("--sequence", type=click.IntRange(min=1), help="With --model: tokens of each.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="With --model: per iteration.")
 @click.option("--device", help="With --model: cpu or cuda.")
 @click.argument("script", metavar="[SCRIPT]", type=INPUT_PATH, required=False)
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
@@ -29,28 +36,38 @@ def profile(
     reporter: Reporter,
     output: Path,
     model: str | None,
-    steps: int | None,
-    device: str | None,
     script: Path | None,
     arguments: tuple[str, ...],
+    **model_options: Any,
 ) -> Result:
     """Record one steady iteration of a training script, or of a reference model.
 
     SCRIPT runs unmodified, as "python SCRIPT ARGS" would, until the iteration is recorded. Options
     of teraio stand before SCRIPT; everything after it is the script's.
     """
-    options = {"steps": steps, "device": device}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in model_options.items() if value is not None}
     if (script is None) == (model is None):
         raise click.UsageError("give either a SCRIPT or --model NAME")
     if script is not None and given:
-        raise click.UsageError(f"--{next(iter(given))} goes with --model; SCRIPT sets its own")
-    from teraio.profiler import profile_model, profile_script
-
-    if model is not None:
-        trace = profile_model(model, **given)
-    else:
-        assert script is not None
-        trace = profile_script(script, list(arguments), model=None)
+        option = next(iter(given)).replace("_", "-")
+        raise click.UsageError(f"--{option} goes with --model; SCRIPT sets its own")
+    trace = _profile(reporter, model, script, list(arguments), given)
     trace.save(output)
     return trace_result(trace, output)
+
+
+def _profile(
+    reporter: Reporter,
+    model: str | None,
+    script: Path | None,
+    arguments: list[str],
+    model_options: dict[str, Any],
+) -> Trace:
+    from teraio.profiler import profile_model, profile_script
+
+    if script is not None:
+        # No progress bar: it would stand between the script and its terminal.
+        return profile_script(script, arguments)
+    assert model is not None, "the caller has seen to it"
+    with reporter.progress("Profiling") as progress:
+        return profile_model(model, progress=progress, **model_options)

@@ -75,7 +75,7 @@ def test_profile_of_a_reference_model(
 ) -> None:
     result = teraio("profile", "-o", "t.trace", "--model", "bench-0.7b", "--steps", "3")
     assert result.exit_code == 0, result.output
-    assert calls == [("profile_model", ("bench-0.7b",), {"steps": 3})]
+    assert calls == [("profile_model", ("bench-0.7b",), {"steps": 3, "progress": None})]
     assert "ideal iteration" in result.stdout
 
 
