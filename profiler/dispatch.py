@@ -77,7 +77,8 @@ class KernelMode(TorchDispatchMode):
     """Counts kernels and iterations, identifies storages, splits list operators into buckets.
 
     Subclasses override ``before_kernel``, ``run_kernel``, ``after_kernel``, ``on_view``,
-    ``on_death`` and ``on_iteration_end``. Use as a context manager around the training loop.
+    ``on_death`` and ``on_iteration_end``. Use as a context manager around the training loop. While
+    ``is_idle`` operators pass unseen.
     """
 
     supports_higher_order_operators = True
@@ -100,6 +101,7 @@ class KernelMode(TorchDispatchMode):
         self.optimizer_steps = optimizer_steps
         self.bucket_bytes = bucket_bytes
         self.in_optimizer = False
+        self.is_idle = False
         self.names = NameBook()
         self.registry = StorageRegistry(device_type, self.on_death)
         self._signatures = SignatureBook()
@@ -209,6 +211,8 @@ class KernelMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.is_idle:
+            return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = describe_operator(func)

@@ -98,6 +98,13 @@ def original_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
     torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
 
 
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which entry dies with it; a closure would cost more to make."""
+
+    __slots__ = ("address",)
+    address: int
+
+
 class StorageRegistry:
     """All storages of one device type that a dispatch mode has seen and that still live.
 
@@ -161,13 +168,10 @@ class StorageRegistry:
         serial = self._next_serial
         self._next_serial = serial + 1
 
-        def forget(_: Any, registry: StorageRegistry = self) -> None:
-            state = registry._by_address.get(address)
-            if state is not None and state.serial == serial:
-                registry._forget(state)
-
+        reference = _StorageReference(storage, self._reference_died)
+        reference.address = address
         state = StorageState(
-            weakref.ref(storage, forget),
+            reference,
             address,
             storage.nbytes(),
             dtype,
@@ -177,6 +181,11 @@ class StorageRegistry:
         )
         self._by_address[address] = state
         return state
+
+    def _reference_died(self, reference: Any) -> None:
+        state = self._by_address.get(reference.address)
+        if state is not None and state.reference is reference:
+            self._forget(state)
 
     def _forget(self, state: StorageState) -> None:
         del self._by_address[state.address]
