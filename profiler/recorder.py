@@ -65,13 +65,12 @@ class Recorder(KernelMode):
         self._optimizer = 0
         self._ended = 0.0
         self._is_running = False
-        self._is_idle = False
         self._has_left = False
 
     @property
     def has_ended(self) -> bool:
         """Whether it watches nothing any more."""
-        return self._is_idle
+        return self.is_idle
 
     @property
     def has_optimizer_steps(self) -> bool:
@@ -97,9 +96,9 @@ class Recorder(KernelMode):
 
         Hooks stay until the end of the block: this may run inside one of them.
         """
-        if self._is_idle:
+        if self.is_idle:
             return
-        self._is_idle = True
+        self.is_idle = True
         self.unseen = self._find_unseen()
         self.untracked_bytes = self._untracked_bytes()
         if self._meter is not None:
@@ -110,13 +109,6 @@ class Recorder(KernelMode):
         if _get_current_dispatch_mode() is self and not is_in_backward:
             TorchDispatchMode.__exit__(self, None, None, None)
             self._has_left = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self._is_idle:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     # Kernels
 
@@ -204,7 +196,7 @@ class Recorder(KernelMode):
 
     def on_death(self, state: StorageState) -> None:
         """Remember after which kernel the memory was freed; inside a kernel that is this one."""
-        if self._is_idle:
+        if self.is_idle:
             return
         record = self._record_of(state)
         record.death_segment = self.iteration
@@ -242,7 +234,7 @@ class Recorder(KernelMode):
     # Iterations, modules, optimizers
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if self._is_idle:
+        if self.is_idle:
             return
         began = perf_counter()
         super()._optimizer_begins(optimizer, *arguments)
@@ -251,7 +243,7 @@ class Recorder(KernelMode):
         self._clock.exclude(perf_counter() - began)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if self._is_idle:
+        if self.is_idle:
             return
         self._optimizer = id(optimizer)
         super()._optimizer_ends(optimizer, *arguments)
@@ -269,7 +261,7 @@ class Recorder(KernelMode):
             self.kernel = 0
 
     def _module_begins(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._is_idle:
+        if self.is_idle:
             return
         began = perf_counter()
         super()._module_begins(module, inputs)
@@ -277,13 +269,13 @@ class Recorder(KernelMode):
         self._clock.exclude(perf_counter() - began)
 
     def _module_ends(self, module: torch.nn.Module, *arguments: Any) -> None:
-        if not self._is_idle:
+        if not self.is_idle:
             super()._module_ends(module, *arguments)
             self._context.leave_module()
 
     def step(self) -> None:
         """See :meth:`KernelMode.step`."""
-        if not self._is_idle:
+        if not self.is_idle:
             super().step()
 
     def on_iteration_end(self) -> None:
