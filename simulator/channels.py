@@ -40,7 +40,7 @@ CHUNK_BYTES = 256 * 10**6
 @compiled
 def whole_picoseconds(duration: float) -> int:
     """Rounded up, but for an error of the division far below a picosecond."""
-    return int(math.ceil(duration - TOLERANCE))
+    return math.ceil(duration - TOLERANCE)
 
 
 @compiled
@@ -129,9 +129,9 @@ def request_pause(engine: Engine, index: int) -> None:
     if channel.phase == BYTES:
         settle_bytes(engine, index)
         channel.rate = 0.0
-    # A segment begins at the start of a transfer or at the end of a chunk, so chunks count from it.
+    # A segment begins with its transfer or at the end of a chunk, so chunks count from there.
     moved = channel.segment_bytes - channel.remaining
-    stop = max(1, int(math.ceil(moved / CHUNK_BYTES - 1e-9))) * CHUNK_BYTES
+    stop = max(1, math.ceil(moved / CHUNK_BYTES - 1e-9)) * CHUNK_BYTES
     if stop < channel.segment_bytes:
         channel.after_stop = channel.segment_bytes - stop
         channel.segment_bytes = stop

@@ -232,7 +232,7 @@ def start_kernel(engine: Engine) -> None:
 def log_stall(engine: Engine, storage: int, start: int, end: int, cause: int) -> None:
     """A stall event, if there was one."""
     if end > start:
-        kernel = engine.stream.current
+        kernel = engine.stream[0].current
         log_event(engine, STALL_EVENT, kernel, storage, MISSING, start, end, 0, cause)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from teraio.contracts.plan import Plan
-from teraio.contracts.table import MISSING, BoolArray, IntArray
+from teraio.contracts.table import MISSING, BoolArray, FloatArray, IntArray
 from teraio.errors import InfeasibleError
 from teraio.simulator.machine_arrays import Machine
 from teraio.simulator.page_setup import Pages, build_pages, no_pages
@@ -99,10 +99,21 @@ def infeasible(
 
 def no_moves() -> PlannedMoves:
     """The moves of no plan."""
-    whole: IntArray = np.zeros(0, dtype=np.int64)
+    indices: IntArray = np.zeros(0, dtype=np.int64)
     flags: BoolArray = np.zeros(0, dtype=bool)
-    names = {"writes", "is_tail"}
-    return PlannedMoves(**{n: flags if n in names else whole for n in PlannedMoves._fields})
+    return PlannedMoves(
+        storage=indices,
+        device=indices,
+        tier_offset_bytes=indices,
+        nbytes=indices,
+        writes=flags,
+        is_tail=flags,
+        after_kernel=indices,
+        offload_start=indices,
+        free_by=indices,
+        prefetch_start=indices,
+        end=indices,
+    )
 
 
 def _stream(trace: Trace, pages: Pages, machine: Machine, is_paged: bool) -> RecordArray:
@@ -147,7 +158,7 @@ def _channels(queues: Queues, machine: Machine) -> RecordArray:
     )
 
 
-def _empty_rate_table(num_channels: int) -> tuple[RecordArray, BoolArray]:
+def _empty_rate_table(num_channels: int) -> tuple[FloatArray, BoolArray]:
     """Room for the rates of every set of channels; beyond a dozen channels for one set only."""
     num_sets = 2**num_channels if num_channels <= _LARGEST_TABULATED_CHANNELS else 1
     return np.zeros((num_sets, num_channels)), np.zeros(num_sets, dtype=bool)

@@ -233,7 +233,8 @@ def overflow_room(plan: Plan | None, machine: Machine) -> IntArray:
     arenas[0] = machine.host_bounce_bytes
     if plan is not None:
         arenas = np.maximum(arenas, [planned_arena_bytes(plan, d) for d in machine.devices])
-    return np.maximum(machine.capacity_bytes - arenas, 0)
+    room: IntArray = np.maximum(machine.capacity_bytes - arenas, 0)
+    return room
 
 
 def planned_arena_bytes(plan: Plan, device: str) -> int:

@@ -61,14 +61,3 @@ def last_required(engine: Engine, direction: int) -> int:
         if channel.served == required and channel.finished_at == stream.now:
             return int(engine.entries[entry_at(engine, index, required - 1)].storage)
     return MISSING
-
-
-@compiled
-def blocking_storage(engine: Engine) -> int:
-    """A storage that the current kernel still requires; for the message if nothing can happen."""
-    kernel = engine.stream[0].current
-    for index in range(engine.channels.size):
-        required = engine.required[kernel, index]
-        if engine.channels[index].served < required:
-            return int(engine.entries[entry_at(engine, index, required - 1)].storage)
-    return MISSING

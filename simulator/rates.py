@@ -26,7 +26,8 @@ def rates_of(engine: Engine, mask: int) -> FloatArray:
     if not (is_tabulated and engine.is_known[row]):
         fill_fair_rates(engine, mask, engine.rates[row])
         engine.is_known[row] = is_tabulated
-    return engine.rates[row]
+    rates: FloatArray = engine.rates[row]
+    return rates
 
 
 @compiled

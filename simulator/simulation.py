@@ -15,7 +15,6 @@ from teraio.errors import CapacityError, InputError
 from teraio.simulator.engine_setup import build_engine, infeasible
 from teraio.simulator.machine_arrays import Machine, machine_arrays
 from teraio.simulator.page_setup import overflow_room, planned_arena_bytes
-from teraio.simulator.queues import blocking_storage
 from teraio.simulator.state import NO_CAPACITY, NO_VICTIM, Engine
 from teraio.simulator.steady_state import find_cycle
 from teraio.simulator.timeline_building import build_events, build_metadata
@@ -106,8 +105,16 @@ def _failure(trace: Trace, machine: Machine, engine: Engine, failure: int) -> Ex
         )
     if failure == NO_VICTIM:
         return infeasible(trace, kernel, int(stream["held"]), int(stream["capacity"]))
-    storage = MISSING if stream["is_paged"] else int(blocking_storage(engine))
     return InputError(
-        f"plan: kernel {kernel} ({op}) waits for storage {storage}, for which nothing is under "
-        "way; check the plan with teraio verify"
+        f"plan: kernel {kernel} ({op}) waits for storage {_awaited(engine, kernel)}, for which "
+        "nothing is under way; check the plan with teraio verify"
     )
+
+
+def _awaited(engine: Engine, kernel: int) -> int:
+    """A storage whose planned transfer a kernel still requires; MISSING if it is not planned."""
+    for channel, required in zip(engine.channels, engine.required[kernel].tolist(), strict=True):
+        if channel["served"] < required:
+            position = (required - 1) % channel["num_entries"]
+            return int(engine.entries["storage"][channel["first_entry"] + position])
+    return MISSING
