@@ -83,9 +83,7 @@ class QueuedStore:
         urgent: bool = False,
     ) -> Transfer:
         """Start copying the beginning of ``source`` to the store. Raises StoreError, InputError."""
-        self._check_range(offset_bytes, nbytes)
-        flat = as_bytes(source, nbytes, self.device_type)
-        return self._queues.issue(flat, offset_bytes, is_write=True, is_urgent=urgent, after=after)
+        return self._issue(source, offset_bytes, nbytes, True, urgent, after)
 
     def read(
         self,
@@ -97,9 +95,7 @@ class QueuedStore:
         urgent: bool = False,
     ) -> Transfer:
         """Start copying to the beginning of ``destination``. Raises StoreError, InputError."""
-        self._check_range(offset_bytes, nbytes)
-        flat = as_bytes(destination, nbytes, self.device_type)
-        return self._queues.issue(flat, offset_bytes, is_write=False, is_urgent=urgent, after=after)
+        return self._issue(destination, offset_bytes, nbytes, False, urgent, after)
 
     def grow(self, nbytes: int) -> None:
         """Raise CapacityError; stores that can grow say so themselves."""
@@ -111,6 +107,23 @@ class QueuedStore:
     def close(self) -> None:
         """Wait for all transfers, give back memory and files. Calling it again does nothing."""
         self._finalizer()
+
+    def _issue(
+        self,
+        buffer: Buffer,
+        offset_bytes: int,
+        nbytes: int,
+        is_write: bool,
+        is_urgent: bool,
+        after: torch.cuda.Event | None,
+    ) -> Transfer:
+        self._check_range(offset_bytes, nbytes)
+        flat = as_bytes(buffer, nbytes, self.device_type)
+        if after is None and flat.is_cuda:
+            after = torch.cuda.current_stream(flat.device).record_event()
+        return self._queues.issue(
+            flat, offset_bytes, is_write=is_write, is_urgent=is_urgent, after=after
+        )
 
     def _check_range(self, offset_bytes: int, nbytes: int) -> None:
         if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > self.reserved_bytes:

@@ -83,6 +83,15 @@ def store_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("teraio-")]
 
 
+def now_and_later(device: str) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
+    """On a GPU, an event of now and one that happens after some tens of milliseconds."""
+    if device == "cpu":
+        return None, None
+    early = torch.cuda.current_stream().record_event()
+    torch.cuda._sleep(100_000_000)
+    return early, torch.cuda.current_stream().record_event()
+
+
 def test_is_a_store(make_store: MakeStore) -> None:
     """Both classes have every member of the protocol."""
     store: Store = make_store()
@@ -173,12 +182,14 @@ def test_urgent_transfers_come_first_but_not_before_their_bytes(
 ) -> None:
     """A demand fetch overtakes queued reads, yet waits for the write that it depends on."""
     store = make_store(chunk_bytes=256 * 1024)
-    source = random_bytes(8 * MIB, device)
+    source, destination = random_bytes(8 * MIB, device), torch.zeros(8 * MIB, dtype=torch.uint8)
     store.write(source, 0, len(source)).wait()
     fresh, wanted = random_bytes(4096, device, 5), torch.zeros(4096, dtype=torch.uint8).to(device)
-    queued = [store.read(torch.empty_like(source), 0, len(source)) for _ in range(6)]
-    store.write(fresh, 8 * MIB, 4096)
-    urgent = store.read(wanted, 8 * MIB, 4096, urgent=True)
+    destination = destination.to(device)
+    early, late = now_and_later(device)
+    queued = [store.read(destination, 0, len(source), after=late) for _ in range(6)]
+    store.write(fresh, 8 * MIB, 4096, after=early)
+    urgent = store.read(wanted, 8 * MIB, 4096, after=early, urgent=True)
     urgent.wait()
     for transfer in queued:
         transfer.wait()

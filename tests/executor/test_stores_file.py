@@ -22,7 +22,14 @@ MIB = 2**20
 def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own, whose limits may then be lowered."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning",
+            "-c",
+            textwrap.dedent(script),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=120,
