@@ -227,7 +227,8 @@ class _Bench:
         deadline = time.perf_counter() + self._effort.limit_seconds
         # Interleaved, so that a machine that changes its pace changes it for all alike.
         for _ in range(self._effort.rounds):
-            alone.append(kernels.run())
+            seconds, share = kernels.run()
+            alone.append(seconds / share)
             for name, values in factors.items():
                 values.append(self._factor_beside(kernels, statistics.median(alone), name, rates))
             if time.perf_counter() > deadline:
@@ -297,11 +298,11 @@ class _Bench:
             for is_write, rate in chosen.items()
         }
         begin = time.perf_counter()
-        seconds = kernels.run()
+        seconds, share = kernels.run()
         for transfers in issued.values():
             transfers[-1].wait()
         covered_seconds = min(x[-1].end_seconds for x in issued.values()) - begin
-        return _factor(alone_seconds, seconds, covered_seconds)
+        return _factor(share * alone_seconds, seconds, covered_seconds)
 
 
 class _Kernels:
@@ -314,18 +315,22 @@ class _Kernels:
         self._matrix = torch.randn(size, size, generator=generator).to(device)
         self._vector = torch.ones(size * size * 4, device=device)
         self._repetitions = 1
+        self._limit_seconds = math.inf
         self.run()
-        self._repetitions = max(1, math.ceil(seconds / max(self.run(), 1e-6)))
+        self._repetitions = max(1, math.ceil(seconds / max(self.run()[0], 1e-6)))
+        self._limit_seconds = _COVER * seconds
 
-    def run(self) -> float:
-        """Wall seconds of one run."""
+    def run(self) -> tuple[float, float]:
+        """Wall seconds of one run, and its share done: less than 1 where it took too long."""
         self._synchronize()
+        done = 0
         begin = time.perf_counter()
-        for _ in range(self._repetitions):
+        while done < self._repetitions and time.perf_counter() < begin + self._limit_seconds:
             torch.mm(self._matrix, self._matrix)
             self._vector.mul(1.5).add_(self._vector)
+            done += 1
         self._synchronize()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, done / self._repetitions
 
     def _synchronize(self) -> None:
         # The compute stream alone: the transfers beside it go on.
