@@ -24,7 +24,9 @@ class StoreError(TeraioError, OSError):
 
 
 class CapacityError(TeraioError, MemoryError):
-    """No tier has room left for what must leave the GPU."""
+    """No tier has room left for what must leave the GPU: no answer within these budgets."""
+
+    exit_code = 1
 
 
 class DriftError(TeraioError, RuntimeError):
