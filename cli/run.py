@@ -75,15 +75,16 @@ def run(
         ssd_path=ssd_path,
         on_drift=on_drift,
     )
-    if report.timeline is not None:
-        write_timeline(report.timeline, timeline)
+    write_timeline(report.timeline, timeline)
     data = {
         "steps": report.steps,
         "measured_seconds": report.measured_seconds,
         "predicted_seconds": loaded.predicted_seconds,
         "peak_bytes": report.peak_bytes,
         "drift": report.drift,
+        "first_drift": report.first_drift,
         "demand_fetches": report.demand_fetches,
+        "evictions": report.evictions,
         "timeline": timeline,
     }
     return Result(data, lambda console: _show(console, str(plan), loaded, report))
@@ -94,8 +95,11 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
         ("steps", f"{report.steps:,}"),
         ("measured iteration, median", duration(report.measured_seconds)),
         ("predicted iteration", duration(plan.predicted_seconds)),
-        ("peak on the GPU", size(report.peak_bytes)),
+        ("peak on the GPU", f"{size(report.peak_bytes)} of {size(report.budget_bytes)}"),
         ("kernels off the trace", f"{report.drift:,}"),
-        ("demand fetches", f"{report.demand_fetches:,}"),
+        ("demand fetches", f"{report.demand_fetches:,} ({size(report.demand_fetch_bytes)})"),
+        ("evictions", f"{report.evictions:,} ({size(report.eviction_bytes)})"),
     ]
+    if report.first_drift:
+        rows.append(("first off the trace", report.first_drift))
     console.print(facts(title, rows))

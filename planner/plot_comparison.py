@@ -43,9 +43,9 @@ def plot_comparison(table: pd.DataFrame, axes: Axes | None = None) -> Axes:
             axes.barh(rows, width, left=left, height=0.62, color=color, label=label)
         left += width
     axes.axvline(ideal * factor, color=drawing.BLACK, linestyle="--", linewidth=1.4, label="ideal")
-    for row, seconds in zip(rows, iterations, strict=True):
+    for row, seconds in zip(rows.tolist(), iterations.tolist(), strict=True):
         text = f" {100 * ideal / seconds:.1f} % of ideal" if seconds > 0 else " no plan exists"
-        axes.text(np.nan_to_num(seconds) * factor, row, text, va="center", ha="left")
+        axes.text(float(np.nan_to_num(seconds)) * factor, row, text, va="center", ha="left")
     _finish(axes, table, rows)
     axes.set(xlim=(0, _ROOM_FOR_LABELS * longest * factor or 1))
     axes.set(xlabel=f"iteration ({unit})")

@@ -31,8 +31,13 @@ def calls(
         steps=5,
         measured_seconds=0.25,
         peak_bytes=10**9,
+        budget_bytes=2 * 10**9,
         drift=2,
+        first_drift="kernel 4 is aten.relu, not aten.gelu",
         demand_fetches=3,
+        demand_fetch_bytes=10**6,
+        evictions=0,
+        eviction_bytes=0,
         timeline=None,
     )
     answers = {
@@ -114,7 +119,8 @@ def test_run_passes_budgets_script_and_arguments_on(
         "on_drift": "stop",
     }
     assert "the script says hello" in result.stdout
-    assert "predicted iteration" in result.stdout
+    for text in ("predicted iteration", "1.00 GB of 2.00 GB", "kernel 4 is aten.relu"):
+        assert text in result.stdout
 
 
 def test_run_with_json_keeps_the_output_of_the_script_away(

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from teraio.planner.plot_comparison import plot_comparison
@@ -32,6 +33,7 @@ def _lengths(axes: Axes) -> dict[str, list[float]]:
     return {
         str(bars.get_label()): [float(patch.get_width()) for patch in bars.patches]
         for bars in axes.containers
+        if isinstance(bars, BarContainer)
     }
 
 
