@@ -48,7 +48,9 @@ def bar(fraction: float) -> str:
 
 def percent(fraction: float | None) -> str:
     """``97.3 %``, or a dash where unknown."""
-    return "-" if fraction is None or fraction != fraction else f"{100 * fraction:.1f} %"
+    if fraction is None or fraction != fraction:
+        return "-"
+    return f"{round(100 * fraction, 1) + 0.0:.1f} %"  # + 0.0: never "-0.0 %"
 
 
 def size(num_bytes: float | None) -> str:

@@ -48,7 +48,7 @@ def test_commands_that_are_shown_exist(document: Path) -> None:
 def test_every_command_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     documented = re.findall(r"<!-- help: (\S+) -->", text)
-    assert set(documented) == set(COMMANDS) - {"demo"}
+    assert set(COMMANDS) - {"demo"} <= set(documented)
 
 
 def test_a_stale_block_would_be_noticed(make_tables: ModuleType) -> None:
