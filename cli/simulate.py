@@ -58,7 +58,7 @@ def simulate(
     if plan is None and hardware is None:
         raise click.UsageError("without PLAN, --hardware is needed")
     loaded = Trace.load(trace)
-    with reporter.progress("Simulating") as progress:
+    with reporter.progress("Simulating") as report:
         played = play(
             loaded,
             None if plan is None else Plan.load(plan),
@@ -66,7 +66,7 @@ def simulate(
             gpu_memory=gpu_memory,
             host_memory=host_memory,
             record=timeline is not None or plot is not None,
-            progress=progress,
+            progress=report and (lambda iteration: report(f"iteration {iteration}")),
         )
     write_timeline(played, timeline, plot, _kernel_names(loaded), _storage_names(loaded))
     data = {**summary(played), "timeline": timeline, "plot": plot}
