@@ -3,8 +3,9 @@
 Results never depend on the plan. Before an operator runs, every storage that it touches is made
 resident; what the plan got wrong is fetched on demand. The plan only decides what leaves early and
 what comes back ahead of need. Three states: *cold* until the first iteration boundary at which the
-plan's storages exist; *following* while kernels match the plan; *adrift* after one did not, until
-the stream of kernels is recognised again or the iteration ends.
+plan's storages exist; *following* while kernels match the plan, a few extra ones among them aside;
+*adrift* after too many did not, until the stream of kernels is recognised again or the iteration
+ends.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from teraio.profiler.storages import StorageState
 
 _RESYNC_WINDOW = 8
 """Kernels in a row that must match before a run that drifted is taken to follow its plan again."""
+
+_MAX_EXTRA_KERNELS = 32
+"""Unplanned kernels in a row (a metric, a log line) that a run may have and still be on plan."""
 
 
 class RunState(Enum):
@@ -67,6 +71,8 @@ class ExecutorMode(KernelMode):
         self._has_begun = False
         self._late_prefetches: list[Holding] = []
         self._shape_differs = False
+        self._is_extra = False
+        self._num_extra = 0
         self._clock = 0
         self._recent_ops: deque[str] = deque(maxlen=_RESYNC_WINDOW)
         self._windows = _positions_of_windows(schedule.ops)
@@ -112,13 +118,15 @@ class ExecutorMode(KernelMode):
         for state in call.born:
             holding = self._holding(state)
             holding.last_use = self._clock
-            if self.state is RunState.FOLLOWING:
+            if self._is_planned:
                 self._bind_birth(state, holding)
         self.residency.note_peak(self._workspace_bytes())
         self.log.memory(self.residency.used_bytes)
-        if self.state is RunState.FOLLOWING:
+        if self._is_planned:
             for move in self.schedule.offloads_after[self._planned_kernel]:
                 self._offload(move)
+        if self._is_extra:
+            self._shift -= 1
         self._has_begun = False
 
     def on_death(self, state: StorageState) -> None:
@@ -126,7 +134,9 @@ class ExecutorMode(KernelMode):
 
     def on_iteration_end(self) -> None:
         self.residency.bury()
-        is_clean = self.state is RunState.FOLLOWING and self.kernel == self.schedule.num_kernels
+        is_clean = (
+            self.state is RunState.FOLLOWING and self._planned_kernel == self.schedule.num_kernels
+        )
         if self.state is RunState.FOLLOWING and not is_clean:
             self.log.drift(self.kernel, "the iteration ended early")
         self.log.end_iteration(self.residency, is_warm_up=self.state is RunState.COLD)
@@ -255,7 +265,7 @@ class ExecutorMode(KernelMode):
             self.residency.offload(holding, target)
 
     def _need_bytes(self, call: KernelCall) -> int:
-        if self.state is RunState.FOLLOWING and not self._shape_differs:
+        if self._is_planned and not self._shape_differs:
             return self.schedule.need_bytes[self._planned_kernel] - self._foreign_bytes(call)
         return self._sizes.predict_bytes(call)
 
@@ -265,9 +275,8 @@ class ExecutorMode(KernelMode):
         return sum(self._holding(state).allocated_bytes for state in call.born)
 
     def _workspace_bytes(self) -> int:
-        kernel = self._planned_kernel
-        if self.state is RunState.FOLLOWING and kernel < self.schedule.num_kernels:
-            return self.placement.workspace_bytes[kernel]
+        if self._is_planned:
+            return self.placement.workspace_bytes[self._planned_kernel]
         return 0
 
     def _by_next_use(self, holding: Holding) -> float:
@@ -279,26 +288,36 @@ class ExecutorMode(KernelMode):
 
     # Drift
 
+    @property
+    def _is_planned(self) -> bool:
+        """Whether the kernel under way is the one that the plan has at this place."""
+        return self.state is RunState.FOLLOWING and not self._is_extra
+
     def _compare_with_plan(self, call: KernelCall) -> None:
-        self._shape_differs = False
+        self._shape_differs = self._is_extra = False
         if self.state is RunState.COLD:
             return
-        name, kernel, schedule = call.operator.name, self._planned_kernel, self.schedule
+        name, schedule = call.operator.name, self.schedule
         if self.state is RunState.ADRIFT:
             self._recognise(name)
-            kernel = self._planned_kernel
-        if self.state is RunState.FOLLOWING:
-            if kernel < schedule.num_kernels and schedule.ops[kernel] == name:
-                self._shape_differs = schedule.signatures[kernel] != call.signature
-                if self._shape_differs:
-                    self._count_drift(kernel, f"{name} has other shapes")
+            if self.state is RunState.ADRIFT:
+                self._count_drift(self._planned_kernel, f"{name} while adrift")
                 return
-            self.state = RunState.ADRIFT
-            self._recent_ops.clear()
-            planned = schedule.ops[kernel] if kernel < schedule.num_kernels else "the end"
-            self._count_drift(kernel, f"{name} instead of {planned}")
+        kernel = self._planned_kernel
+        if kernel < schedule.num_kernels and schedule.ops[kernel] == name:
+            self._num_extra = 0
+            self._shape_differs = schedule.signatures[kernel] != call.signature
+            if self._shape_differs:
+                self._count_drift(kernel, f"{name} has other shapes")
             return
-        self._count_drift(kernel, f"{name} while adrift")
+        planned = schedule.ops[kernel] if kernel < schedule.num_kernels else "the end"
+        self._count_drift(kernel, f"{name} instead of {planned}")
+        self._num_extra += 1
+        self._is_extra = self._num_extra <= _MAX_EXTRA_KERNELS
+        if not self._is_extra:
+            self.state = RunState.ADRIFT
+            self._shift += self._num_extra - 1
+            self._recent_ops.clear()
 
     def _count_drift(self, kernel: int, what: str) -> None:
         self.log.drift(kernel, what)

@@ -65,6 +65,10 @@ class Placement:
             holding = holding_of_row[row]
             if holding is not None and holding.is_resident:
                 self._copy(residency, holding, row, device, offset_bytes)
+        # What the plan does not know (a data set, say) it expects to lie where it is used.
+        for holding in residency.holdings():
+            if holding.row < 0:
+                residency.prefetch(holding, 0)
 
     def _put_away(
         self,
