@@ -13,7 +13,7 @@ import math
 from teraio.contracts.table import MISSING
 from teraio.simulator.compilation import compiled
 from teraio.simulator.event_log import log_event
-from teraio.simulator.rates import directions_of, rates_of
+from teraio.simulator.rates import directions_of, row_of_rates
 from teraio.simulator.state import (
     BYTES,
     DEMAND,
@@ -70,6 +70,7 @@ def begin_bytes(engine: Engine, index: int) -> None:
     """Enter the byte phase; the rate follows when all changes of this instant are known."""
     channel = engine.channels[index]
     channel.phase = BYTES
+    engine.stream[0].rates_are_due = True
     channel.anchor = engine.stream[0].now
     channel.rate = 0.0
     channel.finish = NEVER
@@ -79,18 +80,19 @@ def begin_bytes(engine: Engine, index: int) -> None:
 def update_rates(engine: Engine) -> None:
     """Give every byte phase its fair rate; only a change of rate touches a transfer."""
     stream, mask = engine.stream[0], 0
+    stream.rates_are_due = False
     for index in range(engine.channels.size):
         if engine.channels[index].phase == BYTES:
             mask |= 1 << index
     stream.active_mask = mask
     if mask == 0:
         return
-    rates = rates_of(engine, mask)
+    row = row_of_rates(engine, mask)
     for index in range(engine.channels.size):
         channel = engine.channels[index]
-        if channel.phase == BYTES and rates[index] != channel.rate:
+        if channel.phase == BYTES and engine.rates[row, index] != channel.rate:
             settle_bytes(engine, index)
-            channel.rate = rates[index]
+            channel.rate = engine.rates[row, index]
             duration = channel.remaining * PICOSECONDS / channel.rate
             channel.finish = stream.now + whole_picoseconds(duration)
 
@@ -129,6 +131,7 @@ def request_pause(engine: Engine, index: int) -> None:
     if channel.phase == BYTES:
         settle_bytes(engine, index)
         channel.rate = 0.0
+        engine.stream[0].rates_are_due = True
     # A segment begins with its transfer or at the end of a chunk, so chunks count from there.
     moved = channel.segment_bytes - channel.remaining
     stop = max(1, math.ceil(moved / CHUNK_BYTES - 1e-9)) * CHUNK_BYTES
@@ -168,6 +171,7 @@ def end_segment(engine: Engine, index: int) -> None:
 def reset_channel(engine: Engine, index: int) -> None:
     """An idle channel has no history, so that states at a cut compare equal."""
     channel = engine.channels[index]
+    engine.stream[0].rates_are_due = True
     channel.phase = IDLE
     channel.purpose = PLANNED
     channel.move = MISSING

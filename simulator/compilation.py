@@ -11,14 +11,22 @@ import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Compiled functions work on arrays that they are given and allocate none. Without numba's reference
+# counting of arrays they run about twenty times faster.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
+
 
 def compiled(function: Function) -> Function:
-    """Compile with the first caller, for compiled callers only.
+    """Compile into the first compiled caller; Python cannot call it.
 
     It has no wrappers for Python, which take longer to compile than the function itself.
     """
-    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(Function, numba.njit(error_model="numpy", **options)(function))
+    options = _OPTIONS | {
+        "forceinline": True,
+        "no_cpython_wrapper": True,
+        "no_cfunc_wrapper": True,
+    }
+    return cast(Function, numba.njit(**options)(function))
 
 
 def compiled_and_cached(function: Function) -> Function:
@@ -28,7 +36,7 @@ def compiled_and_cached(function: Function) -> Function:
     does. A name that changes with any source file of the package gives each version its own file.
     """
     function.__qualname__ += f"_{source_fingerprint()[:16]}"
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
+    return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
 
 
 def source_fingerprint() -> str:

@@ -32,7 +32,14 @@ from teraio.simulator.paging import (
     pages_at_kernel_start,
     storages_are_resident,
 )
-from teraio.simulator.queues import begin_planned, has_served, last_required, may_start
+from teraio.simulator.queues import (
+    begin_planned,
+    find_head,
+    has_served,
+    last_required,
+    leave_queue,
+    may_start,
+)
 from teraio.simulator.state import (
     DONE,
     FREES,
@@ -59,6 +66,8 @@ from teraio.simulator.state import (
 def run_iteration(engine: Engine) -> int:
     """Simulate one iteration; DONE, or why it cannot end. Sums are left in ``account``."""
     stream = engine.stream[0]
+    for index in range(engine.channels.size):
+        find_head(engine, index)
     wait_for_kernel(engine, 0)
     while True:
         end_phases(engine)
@@ -70,7 +79,8 @@ def run_iteration(engine: Engine) -> int:
         if failure != DONE:
             return failure
         start_transfers(engine)
-        update_rates(engine)
+        if stream.rates_are_due:
+            update_rates(engine)
         update_pace(engine)
         if not advance(engine):
             return STUCK
@@ -120,7 +130,7 @@ def end_transfer(engine: Engine, index: int) -> None:
     end_segment(engine, index)
     if is_complete:
         if purpose == PLANNED:
-            channel.served += 1
+            leave_queue(engine, index)
         if engine.stream[0].is_paged:
             end_paged_transfer(engine, index, purpose, move, storage)
 
@@ -137,7 +147,7 @@ def start_transfers(engine: Engine) -> None:
             if not is_paged or is_wanted(engine, index):
                 begin_planned(engine, index)
                 break
-            channel.served += 1
+            leave_queue(engine, index)
 
 
 @compiled

@@ -19,7 +19,6 @@ from teraio.simulator.copies import (
     valid_copy_device,
 )
 from teraio.simulator.eviction_heap import pop_top, push_resident, top_resident
-from teraio.simulator.queues import entry_at
 from teraio.simulator.state import (
     ABSENT,
     ARRIVING,
@@ -275,7 +274,7 @@ def begin_demand(engine: Engine, index: int) -> bool:
 def is_wanted(engine: Engine, index: int) -> bool:
     """Whether the head of a queue still has something to move; notes that an offload begins."""
     channel = engine.channels[index]
-    entry = engine.entries[entry_at(engine, index, channel.served)]
+    entry = engine.entries[channel.head]
     move, storage = engine.moves[entry.move], engine.storages[entry.storage]
     if channel.suspended > 0:
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from teraio.contracts.table import MISSING
 from teraio.simulator.channels import begin_transfer
 from teraio.simulator.compilation import compiled
-from teraio.simulator.state import FREES, PLANNED, WRITE, Engine
+from teraio.simulator.state import FREES, NEVER, PLANNED, WRITE, Engine
 
 
 @compiled
@@ -20,24 +20,40 @@ def entry_at(engine: Engine, index: int, position: int) -> int:
 
 
 @compiled
+def find_head(engine: Engine, index: int) -> None:
+    """Note the next entry of a channel, and the kernel of this iteration's count that it awaits."""
+    channel = engine.channels[index]
+    if channel.num_entries == 0:
+        channel.trigger = NEVER
+        return
+    channel.head = entry_at(engine, index, channel.served)
+    iteration = channel.served // channel.num_entries
+    trigger = engine.entries[channel.head].trigger
+    channel.trigger = trigger + iteration * engine.stream[0].num_kernels
+
+
+@compiled
+def leave_queue(engine: Engine, index: int) -> None:
+    """The head of a channel's queue is served."""
+    channel = engine.channels[index]
+    channel.served += 1
+    find_head(engine, index)
+
+
+@compiled
 def may_start(engine: Engine, index: int) -> bool:
     """Whether the head of a channel's queue has been triggered."""
-    channel, stream = engine.channels[index], engine.stream[0]
-    if channel.num_entries == 0:
-        return False
-    trigger = engine.entries[entry_at(engine, index, channel.served)].trigger
-    trigger += channel.served // channel.num_entries * stream.num_kernels
-    if index % 2 == WRITE:
+    trigger, stream = engine.channels[index].trigger, engine.stream[0]
+    if index % 2 == WRITE or stream.stage == FREES:
         return bool(trigger < stream.current)
-    opened = stream.current - 1 if stream.stage == FREES else stream.current
-    return bool(trigger <= opened)
+    return bool(trigger <= stream.current)
 
 
 @compiled
 def begin_planned(engine: Engine, index: int) -> None:
     """Start the head of a channel's queue, or what is left of it."""
     channel = engine.channels[index]
-    entry = engine.entries[entry_at(engine, index, channel.served)]
+    entry = engine.entries[channel.head]
     nbytes = channel.suspended if channel.suspended > 0 else entry.nbytes
     begin_transfer(engine, index, PLANNED, entry.move, entry.storage, entry.for_kernel, nbytes)
 

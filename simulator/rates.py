@@ -16,46 +16,42 @@ UNSET = -1.0
 
 
 @compiled
-def rates_of(engine: Engine, mask: int) -> FloatArray:
-    """Bytes per second of every channel while the channels in ``mask`` are active.
+def row_of_rates(engine: Engine, mask: int) -> int:
+    """Row of ``engine.rates`` with the rates of all channels while those in ``mask`` are active.
 
     A table that is too small for all masks is one row of scratch.
     """
     is_tabulated = mask < engine.is_known.size
     row = mask if is_tabulated else 0
     if not (is_tabulated and engine.is_known[row]):
-        fill_fair_rates(engine, mask, engine.rates[row])
+        fill_fair_rates(engine, mask, row)
         engine.is_known[row] = is_tabulated
-    rates: FloatArray = engine.rates[row]
-    return rates
+    return row
 
 
 @compiled
-def fill_fair_rates(engine: Engine, mask: int, rates: FloatArray) -> None:
-    """Progressive filling over the active channels; ``rates`` receives the result."""
-    channels = engine.channels
+def fill_fair_rates(engine: Engine, mask: int, row: int) -> None:
+    """Progressive filling over the active channels, into a row of ``engine.rates``."""
+    rates = engine.rates[row]
     num_active = 0
     for channel in range(rates.size):
         is_active = (mask >> channel) & 1
         rates[channel] = UNSET if is_active else 0.0
         num_active += is_active
-    link_left = link_rates(engine, mask)
+    open_links(engine, mask)
     memory_left = engine.stream[0].memory_rate
     while num_active > 0:
-        link_share, memory_share = fair_shares(engine, rates, link_left, memory_left)
-        level = min(link_share[0], link_share[1], memory_share)
+        memory_share = share_limits(engine, rates, memory_left)
+        level = common_level(engine, mask, rates, memory_share)
         for channel in range(rates.size):
-            if rates[channel] == UNSET:
-                level = min(level, device_rate(engine, mask, channel))
-        for channel in range(rates.size):
-            weight = channels[channel].memory_weight
+            link, weight = engine.links[channel % 2], engine.channels[channel].memory_weight
             if rates[channel] == UNSET and (
                 device_rate(engine, mask, channel) <= level
-                or link_share[channel % 2] <= level
+                or link.share <= level
                 or (weight > 0 and memory_share <= level)
             ):
                 rates[channel] = level
-                link_left[channel % 2] -= level
+                link.left -= level
                 memory_left -= weight * level
                 num_active -= 1
 
@@ -69,14 +65,12 @@ def device_rate(engine: Engine, mask: int, channel: int) -> float:
 
 
 @compiled
-def link_rates(engine: Engine, mask: int) -> FloatArray:
+def open_links(engine: Engine, mask: int) -> None:
     """What the link carries per direction: duplex while both are active."""
     is_duplex = directions_of(mask) == 3
-    rates = np.empty(2)
     for direction in range(2):
         link = engine.links[direction]
-        rates[direction] = link.duplex_rate if is_duplex else link.solo_rate
-    return rates
+        link.left = link.duplex_rate if is_duplex else link.solo_rate
 
 
 @compiled
@@ -90,19 +84,28 @@ def directions_of(mask: int) -> int:
 
 
 @compiled
-def fair_shares(
-    engine: Engine, rates: FloatArray, link_left: FloatArray, memory_left: float
-) -> tuple[FloatArray, float]:
-    """The level at which each link direction, and host memory, would be full."""
-    members = np.zeros(2)
+def share_limits(engine: Engine, rates: FloatArray, memory_left: float) -> float:
+    """Divide what is left of each link direction and of host memory, which is returned.
+
+    A share is the level at which its limit would be full; no level fills one that nobody uses.
+    """
     weight = 0.0
+    for direction in range(2):
+        members = 0
+        for channel in range(direction, rates.size, 2):
+            if rates[channel] == UNSET:
+                members += 1
+                weight += engine.channels[channel].memory_weight
+        link = engine.links[direction]
+        link.share = max(link.left, 0.0) / members if members > 0 else np.inf
+    return max(memory_left, 0.0) / weight if weight > 0 else np.inf
+
+
+@compiled
+def common_level(engine: Engine, mask: int, rates: FloatArray, memory_share: float) -> float:
+    """The rate at which the first of all limits is met."""
+    level = min(engine.links[0].share, engine.links[1].share, memory_share)
     for channel in range(rates.size):
         if rates[channel] == UNSET:
-            members[channel % 2] += 1
-            weight += engine.channels[channel].memory_weight
-    link_share = np.full(2, np.inf)
-    for direction in range(2):
-        if members[direction] > 0:
-            link_share[direction] = max(link_left[direction], 0.0) / members[direction]
-    memory_share = max(memory_left, 0.0) / weight if weight > 0 else np.inf
-    return link_share, memory_share
+            level = min(level, device_rate(engine, mask, channel))
+    return level

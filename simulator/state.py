@@ -81,7 +81,7 @@ DEVICE = _record("alignment room lowest_room")
 """Overflow room in bytes, and the lowest it was in this iteration."""
 
 CHANNEL = _record(
-    "first_entry num_entries latency "
+    "first_entry num_entries head trigger latency "
     "phase purpose move storage for_kernel anchor finish after_stop suspended served "
     "started segment_bytes finished_at demand_head demand_end busy moved_bytes",
     "solo_rate duplex_rate memory_weight remaining rate",
@@ -89,14 +89,15 @@ CHANNEL = _record(
 """A transfer in BYTES had ``remaining`` bytes to go at ``anchor`` and moves at ``rate`` since, so
 its finish depends on its own history only. ``after_stop`` bytes follow after a pause that a demand
 fetch asked for; ``suspended`` bytes of the head of the queue wait for that to end. ``served``
-counts entries of the queue, from the first of this iteration (negative: of the one before).
+counts entries of the queue, from the first of this iteration (negative: of the one before);
+``head`` is the row of the next one, and ``trigger`` the kernel that it waits for.
 """
 
 ENTRY = _record("move storage nbytes trigger for_kernel")
 """A planned transfer. Offloads start after kernel ``trigger``, prefetches before it."""
 
-LINK = _record("", "solo_rate duplex_rate")
-"""One direction of the GPU's link."""
+LINK = _record("", "solo_rate duplex_rate left share")
+"""One direction of the GPU's link; ``left`` and ``share`` are scratch of the filling."""
 
 HEAP_ENTRY = _record("key storage")
 
@@ -105,7 +106,7 @@ EVENT = _record("what kernel storage channel start end nbytes cause")
 STREAM = _record(
     "num_kernels is_paged capacity now current stage ready opened_at kernel_start kernel_anchor "
     "kernel_finish memory_cause read_cause last_left last_arrived held is_evicting active_mask "
-    "heap_size num_events",
+    "rates_are_due heap_size num_events",
     "work factor memory_rate",
 )
 """Clock and compute stream. ``ready`` is the end of the gap before the current kernel, which had
