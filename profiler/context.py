@@ -18,6 +18,33 @@ from teraio.profiler.names import NameBook
 _IN_NO_BACKWARD = -1
 
 
+class NodeModules:
+    """Modules of autograd nodes by sequence number, which each thread counts by itself."""
+
+    def __init__(self) -> None:
+        self._older: dict[int, str] = {}
+        self._recent: dict[int, str] = {}
+        self._next = 0
+
+    def note(self, module: str) -> None:
+        """All nodes made since the last call belong to this module."""
+        number = int(torch._C._autograd._get_sequence_nr())
+        # An operator that makes no node finds the number unchanged. The first call knows one node.
+        first = self._next if 0 < self._next <= number else number - 1
+        for made in range(first, number):
+            self._recent[made] = module
+        self._next = number
+
+    def find(self, number: int) -> str | None:
+        """The module of a node of this segment or the one before."""
+        module = self._recent.get(number)
+        return self._older.get(number) if module is None else module
+
+    def begin_segment(self) -> None:
+        """Forget nodes older than the segment that has just ended."""
+        self._older, self._recent = self._recent, {}
+
+
 class CallContext:
     """Follows module calls and backward passes of one segment at a time."""
 
@@ -26,9 +53,8 @@ class CallContext:
         self._name_of_module: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._stack: list[str] = []
         self._has_modules = False
-        self._module_of_node: dict[int, str] = {}
-        self._module_of_older_node: dict[int, str] = {}
-        self._module_of_recomputed_node: dict[int, str] = {}
+        self._nodes = NodeModules()
+        self._recomputed_nodes = NodeModules()
         self._owners: dict[int, str] = {}
         self._outermost_backward = _IN_NO_BACKWARD
         self._micro_batch = 0
@@ -36,9 +62,8 @@ class CallContext:
 
     def begin_segment(self) -> None:
         """Forget nodes older than the segment before, and count micro-batches from 0 again."""
-        self._module_of_older_node = self._module_of_node
-        self._module_of_node = {}
-        self._module_of_recomputed_node = {}
+        self._nodes.begin_segment()
+        self._recomputed_nodes.begin_segment()
         self._owners.clear()
         self._micro_batch = 0
         self._backward_has_run = False
@@ -49,11 +74,13 @@ class CallContext:
         name = self._name_of_module.get(module)
         if name is None:
             name = self._find_name(module)
+        self.note_nodes()
         self._stack.append(name)
 
     def leave_module(self) -> None:
         """It has ended, or raised."""
         if self._stack:
+            self.note_nodes()
             self._stack.pop()
 
     def _find_name(self, module: torch.nn.Module) -> str:
@@ -64,17 +91,13 @@ class CallContext:
             self._name_of_module[module] = f"{parent}{type(module).__name__}"
         return self._name_of_module[module]
 
-    def note_node(self) -> None:
-        """An operator is dispatched in forward: remember which module its node belongs to."""
+    def note_nodes(self) -> None:
+        """Remember to which module the nodes made since the last call belong."""
         if not torch.is_grad_enabled():
             return
-        number = torch._C._autograd._get_sequence_nr() - 1
-        module = self._stack[-1] if self._stack else ""
-        if torch._C._current_graph_task_id() == _IN_NO_BACKWARD:
-            self._module_of_node[number] = module
-        else:
-            # Recomputation: on a GPU it runs in another thread, whose numbers start anew.
-            self._module_of_recomputed_node[number] = module
+        is_recomputing = torch._C._current_graph_task_id() != _IN_NO_BACKWARD
+        nodes = self._recomputed_nodes if is_recomputing else self._nodes
+        nodes.note(self._stack[-1] if self._stack else "")
 
     def phase_and_module(self, *, requires_grad: bool, in_optimizer: bool) -> tuple[str, str]:
         """Phase and module of the kernel about to run."""
@@ -98,11 +121,11 @@ class CallContext:
             return ""
         if node.name() == "torch::autograd::AccumulateGrad":
             return self._owner_of(node.variable)
-        number = node._sequence_nr()
-        if task != self._outermost_backward and number in self._module_of_recomputed_node:
-            return self._module_of_recomputed_node[number]
-        module = self._module_of_node.get(number)
-        return self._module_of_older_node.get(number, "") if module is None else module
+        number, module = node._sequence_nr(), None
+        if task != self._outermost_backward:
+            # Made while recomputing, on a GPU in another thread with numbers of its own.
+            module = self._recomputed_nodes.find(number)
+        return module or self._nodes.find(number) or ""
 
     def _owner_of(self, parameter: torch.Tensor) -> str:
         if not self._owners:

@@ -115,7 +115,7 @@ class Recorder(KernelMode):
     def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         began = perf_counter()
         super()._view(args, kwargs)
-        self._context.note_node()
+        self._context.note_nodes()
         self._clock.exclude(perf_counter() - began)
 
     def _run(self, func: Any, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class Recorder(KernelMode):
             requires_grad=call.requires_grad, in_optimizer=self.in_optimizer
         )
         if phase != "optimizer":
-            context.note_node()
+            context.note_nodes()
         segment.operators.append(call.operator.name)
         segment.signatures.append(call.signature)
         segment.touched.append(call.flags)

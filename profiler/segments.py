@@ -130,7 +130,7 @@ class Segment:
     def durations_and_gaps_seconds(self) -> tuple[FloatArray, FloatArray]:
         """Duration of each kernel and idle time before it, float64 (kernels,) each."""
         assert self.times is not None
-        return self.times.durations_and_gaps_seconds()
+        return self.times.durations_and_gaps_seconds(self.operators)
 
 
 def _array(values: Any) -> IntArray:
