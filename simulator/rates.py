@@ -104,7 +104,7 @@ def share_limits(engine: Engine, rates: FloatArray, memory_left: float) -> float
 @compiled
 def common_level(engine: Engine, mask: int, rates: FloatArray, memory_share: float) -> float:
     """The rate at which the first of all limits is met."""
-    level = min(engine.links[0].share, engine.links[1].share, memory_share)
+    level: float = min(engine.links[0].share, engine.links[1].share, memory_share)
     for channel in range(rates.size):
         if rates[channel] == UNSET:
             level = min(level, device_rate(engine, mask, channel))
