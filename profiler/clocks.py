@@ -5,11 +5,15 @@ On a CPU an operator's time is the call's. On a GPU see :mod:`teraio.profiler.cu
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from functools import cache
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraio.contracts.table import FloatArray
 
@@ -30,6 +34,9 @@ class Clock(Protocol):
     def exclude(self, seconds: float) -> None:
         """The recorder spent this time on itself since the last kernel: it is no gap."""
 
+    def pass_view(self) -> None:
+        """An operator that is no kernel has been dispatched since the last one."""
+
     def start(self) -> None:
         """A kernel starts now."""
 
@@ -42,21 +49,35 @@ class Clock(Protocol):
     def take(self) -> SegmentTimes:
         """The times since the last call."""
 
+    @property
+    def stream(self) -> int:
+        """Which stream the last kernel was started on."""
+
 
 class HostTimes:
-    """Start, end and bookkeeping seconds of each kernel; ``end_before`` of the one before."""
+    """Start, end and bookkeeping seconds of each kernel, dispatches since the one before.
+
+    ``end_before``: the end of the kernel before the first.
+    """
 
     def __init__(
-        self, starts: list[float], ends: list[float], own: list[float], end_before: float
+        self,
+        starts: list[float],
+        ends: list[float],
+        own: list[float],
+        dispatches: list[int],
+        end_before: float,
     ) -> None:
         self._starts, self._ends, self._own = starts, ends, own
+        self._dispatches = dispatches
         self._end_before = end_before
 
     def durations_and_gaps_seconds(self, operators: Sequence[str]) -> tuple[FloatArray, FloatArray]:
         """See :class:`SegmentTimes`."""
         starts, ends = np.array(self._starts), np.array(self._ends)
         before = np.r_[self._end_before, ends[:-1]]
-        gaps: FloatArray = np.maximum(starts - before - np.array(self._own), 0.0)
+        own = np.array(self._own) + np.array(self._dispatches) * dispatch_overhead_seconds()
+        gaps: FloatArray = np.maximum(starts - before - own, 0.0)
         return ends - starts, gaps
 
     def release(self) -> None:
@@ -69,6 +90,7 @@ class HostClock:
     def __init__(self) -> None:
         self._last_end = perf_counter()
         self._bookkeeping_seconds = 0.0
+        self._views = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -76,6 +98,16 @@ class HostClock:
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._own: list[float] = []
+        self._dispatches: list[int] = []
+
+    @property
+    def stream(self) -> int:
+        """See :class:`Clock`."""
+        return 0
+
+    def pass_view(self) -> None:
+        """See :class:`Clock`."""
+        self._views += 1
 
     def exclude(self, seconds: float) -> None:
         """See :class:`Clock`."""
@@ -85,6 +117,8 @@ class HostClock:
         """See :class:`Clock`."""
         self._own.append(self._bookkeeping_seconds)
         self._bookkeeping_seconds = 0.0
+        self._dispatches.append(self._views + 1)
+        self._views = 0
         self._starts.append(perf_counter())
 
     def stop(self) -> float:
@@ -95,13 +129,41 @@ class HostClock:
 
     def cancel(self) -> None:
         """See :class:`Clock`."""
-        del self._starts[-1], self._own[-1]
+        del self._starts[-1], self._own[-1], self._dispatches[-1]
 
     def take(self) -> HostTimes:
         """See :class:`Clock`."""
-        times = HostTimes(self._starts, self._ends, self._own, self._end_before)
+        times = HostTimes(self._starts, self._ends, self._own, self._dispatches, self._end_before)
         self._reset()
         return times
+
+
+class _PassingMode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def dispatch_overhead_seconds() -> float:
+    """What the way through a dispatch mode costs an operator, whatever the mode does."""
+    x = torch.zeros(1)
+    pairs = []
+    for _ in range(5):
+        plain = _seconds_per_operator(x)
+        with _PassingMode():  # type: ignore[no-untyped-call]
+            _seconds_per_operator(x)
+            pairs.append(_seconds_per_operator(x) - plain)
+    return max(0.0, statistics.median(pairs))
+
+
+def _seconds_per_operator(x: torch.Tensor) -> float:
+    count = 200
+    began = perf_counter()
+    for _ in range(count):
+        x.neg()
+    return (perf_counter() - began) / count
 
 
 def make_clock(device_type: str) -> Clock:

@@ -63,6 +63,17 @@ class CudaClock:
         self._events: list[Any] = []
         self._event_before: Any = None
         self._host = HostClock()
+        self._device = torch.cuda.current_device()
+        self._stream: Any = torch.cuda.current_stream()
+
+    @property
+    def stream(self) -> int:
+        """See :class:`teraio.profiler.clocks.Clock`."""
+        return int(self._stream.stream_id)
+
+    def pass_view(self) -> None:
+        """See :class:`teraio.profiler.clocks.Clock`."""
+        self._host.pass_view()
 
     def exclude(self, seconds: float) -> None:
         """See :class:`teraio.profiler.clocks.Clock`."""
@@ -70,6 +81,8 @@ class CudaClock:
 
     def start(self) -> None:
         """See :class:`teraio.profiler.clocks.Clock`."""
+        if torch._C._cuda_getCurrentStream(self._device)[0] != self._stream.stream_id:
+            self._stream = torch.cuda.current_stream()
         self._record()
         self._host.start()
 
@@ -86,7 +99,7 @@ class CudaClock:
 
     def _record(self) -> None:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._stream)
         self._events.append(event)
 
     def take(self) -> CudaTimes:

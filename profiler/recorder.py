@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class UnseenTensor:
 
     name: str
     kind: str
-    dtype: str
+    dtype: torch.dtype
     nbytes: int
     resizable: bool
 
@@ -116,6 +115,7 @@ class Recorder(KernelMode):
         began = perf_counter()
         super()._view(args, kwargs)
         self._context.note_nodes()
+        self._clock.pass_view()
         self._clock.exclude(perf_counter() - began)
 
     def _run(self, func: Any, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -126,19 +126,22 @@ class Recorder(KernelMode):
 
     def run_kernel(self, call: KernelCall) -> Any:
         """Run the operator between two readings of the clock."""
-        around = self._meter.around_kernel() if self._meter else contextlib.nullcontext()
+        clock = self._clock
         self._is_running = True
+        clock.exclude(perf_counter())
+        clock.start()
         try:
-            with around:
-                self._clock.exclude(perf_counter())
-                self._clock.start()
+            if self._meter is None:
                 result = call.func(*call.args, **call.kwargs)
-                self._ended = self._clock.stop()
+            else:
+                with self._meter.around_kernel():
+                    result = call.func(*call.args, **call.kwargs)
         except BaseException:
-            self._clock.cancel()
+            clock.cancel()
             raise
         finally:
             self._is_running = False
+        self._ended = clock.stop()
         return result
 
     def after_kernel(self, call: KernelCall) -> None:
@@ -155,14 +158,15 @@ class Recorder(KernelMode):
         segment.modules.append(module)
         segment.phases.append(phase)
         segment.micro_batches.append(context.micro_batch(phase))
-        segment.streams.append(self._current_stream())
+        segment.streams.append(self._clock.stream)
         output_bytes = 0
         for state in call.born:
             record = self._record_of(state)
             record.birth_segment, record.birth_kernel = state.birth_iteration, state.birth_kernel
             record.birth_phase = phase
             segment.births.append(record)
-            output_bytes += 0 if state.is_foreign else self.allocated_bytes(state.nbytes)
+            if self._meter is not None and not state.is_foreign:
+                output_bytes += self.allocated_bytes(state.nbytes)
         if self._meter is not None:
             self._meter.kernel_ended(output_bytes)
         if call.operator.is_collective:
@@ -179,12 +183,6 @@ class Recorder(KernelMode):
     def allocator_rounding_bytes(self) -> int:
         """The caching allocator of CUDA rounds up to this; others are taken at their word."""
         return 512 if self.device_type == "cuda" else 1
-
-    def _current_stream(self) -> int:
-        if self.device_type != "cuda":
-            return 0
-        device = torch._C._cuda_getDevice()
-        return int(torch._C._cuda_getCurrentStream(device)[0])
 
     # Storages
 
@@ -218,9 +216,8 @@ class Recorder(KernelMode):
                 continue
             addresses.add(storage._cdata)
             if self.registry.find_address(storage._cdata) is None:
-                dtype = str(tensor.dtype).removeprefix("torch.")
                 size, resizable = storage.nbytes(), storage.resizable()
-                unseen.append(UnseenTensor(name, kind, dtype, size, resizable))
+                unseen.append(UnseenTensor(name, kind, tensor.dtype, size, resizable))
         return unseen
 
     def _untracked_bytes(self) -> int:

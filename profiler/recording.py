@@ -102,6 +102,7 @@ class Recording:
             self.steady = steady
             self.timed = [steady.start, steady.start + steady.period]
             self.workspace_bytes = None
+            self._metered_attempts = 0
 
     def _search_again(self) -> None:
         # An iteration that differs is passed over, unless another period explains it, or the two

@@ -48,7 +48,7 @@ class StorageRecord:
         self.reference: weakref.ref[Any] = state.reference
         self.serial = state.serial
         self.nbytes = state.nbytes
-        self.dtype = str(state.dtype).removeprefix("torch.")
+        self.dtype = state.dtype
         self.is_foreign = state.is_foreign
         self.birth_segment = state.birth_iteration
         self.birth_kernel = state.birth_kernel

@@ -175,13 +175,14 @@ def _storages(recorder: Recorder, rows: list[Row]) -> Storages:
         record = row.record
         resizable = record.resizable and not row.is_pinned
         place = (row.birth, row.birth_ordinal, row.death)
-        columns.append((record.nbytes, row.kind, row.name, *place, record.dtype, resizable))
+        description = (record.nbytes, row.kind, row.name)
+        columns.append((*description, *place, _dtype_name(record.dtype), resizable))
     taken = {row.name for row in rows if row.is_persistent}
     nowhere = (None, None, None)
     for tensor in recorder.unseen:
         if tensor.name not in taken:
             description = (tensor.nbytes, tensor.kind, tensor.name)
-            columns.append((*description, *nowhere, tensor.dtype, tensor.resizable))
+            columns.append((*description, *nowhere, _dtype_name(tensor.dtype), tensor.resizable))
     if recorder.untracked_bytes:
         columns.append((recorder.untracked_bytes, "buffer", "untracked", *nowhere, None, False))
     return Storages.from_rows(
@@ -190,6 +191,10 @@ def _storages(recorder: Recorder, rows: list[Row]) -> Storages:
             for number, (nbytes, *rest) in enumerate(columns)
         ]
     )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _accesses(cycle: Cycle, numbers: dict[int, int]) -> Accesses:
