@@ -30,7 +30,7 @@ HOST_SHARE = 0.25
 BATCH, SEQUENCE, MICRO_BATCHES = 4, 256, 2
 WARM_UP_STEPS, MEASURED_STEPS = 2, 5
 BUCKET_BYTES = 2 * 2**20
-_MODEL = {"vocabulary": 256, "hidden": 256, "intermediate": 704, "heads": 4, "layers": 6}
+MODEL_SIZES = {"vocabulary": 256, "hidden": 256, "intermediate": 704, "heads": 4, "layers": 6}
 
 Report = Callable[[str], None]
 
@@ -67,7 +67,7 @@ class Training:
     def __init__(self, text: torch.Tensor) -> None:
         torch.manual_seed(0)
         self.text = text
-        self.model = build_model("tiny-llama", **_MODEL)
+        self.model = build_model("tiny-llama", **MODEL_SIZES)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._generator = torch.Generator().manual_seed(1)
 

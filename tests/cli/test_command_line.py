@@ -25,7 +25,6 @@ from teraio.cli.result import json_text
 from teraio.errors import InfeasibleError, OffloadWarning
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-WITHOUT_DEMO = [name for name in COMMANDS if name != "demo"]
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +45,7 @@ def _echo_command(
     return echo
 
 
-@pytest.mark.parametrize("name", WITHOUT_DEMO)
+@pytest.mark.parametrize("name", list(COMMANDS))
 def test_help_of_every_command_shows_an_example_and_the_shared_options(
     name: str, teraio: Callable[..., Result]
 ) -> None:
@@ -57,7 +56,7 @@ def test_help_of_every_command_shows_an_example_and_the_shared_options(
     assert "-q, --quiet" in result.output
 
 
-@pytest.mark.parametrize("name", WITHOUT_DEMO)
+@pytest.mark.parametrize("name", list(COMMANDS))
 def test_example_in_the_help_is_accepted_by_the_parser(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -96,7 +95,7 @@ def test_help_starts_fast() -> None:
     assert min(seconds) < 0.6
 
 
-@pytest.mark.parametrize("name", WITHOUT_DEMO)
+@pytest.mark.parametrize("name", list(COMMANDS))
 def test_help_of_a_command_imports_neither_torch_nor_numba(name: str) -> None:
     script = (
         "import sys; from teraio.cli import main\n"
