@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ for step in range(int(sys.argv[2])):
         optimizer.zero_grad()
     print("loss", step, loss.item().hex())
 print("parameters", [p.double().sum().item().hex() for p in model.parameters()])
-'''
+"""
 
 
 def run(*arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -69,9 +69,7 @@ def test_profile_plan_run(zero_at: str, tmp_path: Path) -> None:
     assert profiled["kernels"] > 100
     budget_bytes = int(profiled["peak_live_bytes"] * 0.6)
     budgets = ("--gpu-memory", budget_bytes, "--host-memory", "80MB")
-    teraio(
-        "plan", "--json", "t.trace", "--hardware", "cpu", *budgets, "-o", "t.plan", cwd=tmp_path
-    )
+    teraio("plan", "--json", "t.trace", "--hardware", "cpu", *budgets, "-o", "t.plan", cwd=tmp_path)
     report, printed = teraio(
         "run", "--json", "--ssd-path", tmp_path, "t.plan", script, zero_at, 6, cwd=tmp_path
     )
