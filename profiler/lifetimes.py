@@ -117,13 +117,14 @@ class CycleBuilder:
                 place = segment.index - self._steady.start
                 self._by_birth[place, record.birth_kernel, record.birth_ordinal] = record
                 birth = self._offsets[segment.index] + record.birth_kernel
+                end = max(birth, last_access.get(record.serial, birth))
                 if record.is_alive:
-                    length = self._cycle.num_kernels
+                    end = max(end, birth + self._cycle.num_kernels - 1)
                     if not record.is_foreign:
                         kept.append((record, segment))
                 else:
-                    end = max(self._death(record), birth, last_access.get(record.serial, birth))
-                    length = end - birth + 1
+                    end = max(end, self._death(record))
+                length = end - birth + 1
                 rows = self._rows_of(record, birth, length)
                 self._cyclic[record.serial] = rows
                 self._cycle.rows.append(rows[0])

@@ -54,6 +54,7 @@ class Profile:
             if not self._recorder.has_ended and not self.done:
                 raise InputError("profile: still recording; read .trace once .done, or after it")
             self._trace = build_trace(self._recorder, model=self._model)
+            self._recorder.forget()
         return self._trace
 
 

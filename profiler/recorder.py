@@ -109,6 +109,11 @@ class Recorder(KernelMode):
             TorchDispatchMode.__exit__(self, None, None, None)
             self._has_left = True
 
+    def forget(self) -> None:
+        """Give up what was recorded, which takes much more memory than the trace made of it."""
+        self.recording.forget()
+        self.records.clear()
+
     # Kernels
 
     def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -127,6 +127,13 @@ class Recording:
                     segment.times.release()
                 self.segments[index] = None
 
+    def forget(self) -> None:
+        """Drop all segments; what is known of their number and of steadiness stays."""
+        for segment in self.segments:
+            if segment is not None and segment.times is not None:
+                segment.times.release()
+        self.segments = [None] * len(self.segments)
+
     def describe(self) -> str:
         """One line for people who wait."""
         steps = len(self.segments)

@@ -34,7 +34,7 @@ def build_trace(recorder: Recorder, *, model: str = "") -> Trace:
         kernels=kernels,
         storages=_storages(recorder, cycle.rows),
         accesses=_accesses(cycle, numbers),
-        metadata=_metadata(recorder, kernels, model),
+        metadata=_metadata(recorder, kernels, model, cycle.kept_bytes),
     )
 
 
@@ -210,7 +210,7 @@ def _accesses(cycle: Cycle, numbers: dict[int, int]) -> Accesses:
 # Metadata
 
 
-def _metadata(recorder: Recorder, kernels: Kernels, model: str) -> TraceMetadata:
+def _metadata(recorder: Recorder, kernels: Kernels, model: str, kept_bytes: int) -> TraceMetadata:
     models, optimizers = recorder.names.models, recorder.names.optimizers
     period = recorder.recording.require_steady().period
     rank, world_size = _rank_and_world_size()
@@ -228,6 +228,11 @@ def _metadata(recorder: Recorder, kernels: Kernels, model: str) -> TraceMetadata
         optimizer=", ".join(dict.fromkeys(type(o).__name__ for o in optimizers)),
         optimizer_implementation=_optimizer_implementation(kernels),
         attention_kernel=_attention_kernel(kernels),
+        known_differences=(
+            [f"the script keeps {kept_bytes} bytes of each iteration for ever; they count once"]
+            if kept_bytes
+            else []
+        ),
     )
 
 

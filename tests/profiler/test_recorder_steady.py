@@ -71,6 +71,24 @@ def test_skipped_steps_do_not_change_the_trace(plain_trace: Trace, skipped: set[
     assert trace.accesses.equals(plain_trace.accesses)
 
 
+def test_the_real_gradient_scaler_skips_its_first_step() -> None:
+    """Its scale is too large at first: gradients overflow, the step is skipped, the scale falls."""
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38, backoff_factor=1e-30)
+
+    def iteration(_: int) -> None:
+        scaler.scale(1e3 * model(torch.randn(4, 8)).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    trace = record(iteration, 12, model, optimizer)
+    assert (trace.kernels.op == "aten.randn.default").sum() == 1
+    assert state_names(trace) == ADAMW_STATE
+    assert "aten._amp_foreach_non_finite_check_and_unscale_.default" in trace.kernels.op
+
+
 def test_two_optimizers_that_step_back_to_back_make_one_iteration() -> None:
     first, second = perceptron(), perceptron()
     optimizers = [

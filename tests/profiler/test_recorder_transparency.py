@@ -80,7 +80,7 @@ def test_exceptions_of_the_loop_pass_through_and_everything_is_undone() -> None:
     with pytest.raises(ZeroDivisionError):
         loop()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert torch.UntypedStorage.resize_ is torch._C.StorageBase.resize_
+    assert "resize_" not in vars(torch.UntypedStorage)
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert not _global_optimizer_post_hooks
 
@@ -134,7 +134,7 @@ def test_user_modes_inside_the_block_are_kept() -> None:
 
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with profile(model, optimizer) as session, Counting() as mode:
+    with profile(model, optimizer) as session, Counting() as mode:  # type: ignore[no-untyped-call]
         while not session.done:
             model(torch.randn(2, 4)).mean().backward()
             optimizer.step()
