@@ -232,6 +232,10 @@ class Residency:
         """Evict until ``need_bytes`` fit. Raises CapacityError if nothing more can leave."""
         if self.used_bytes + need_bytes <= self.capacity_bytes:
             return
+        # Storages that died since the boundary (between a view and its kernel) are still counted.
+        self.bury()
+        if self.used_bytes + need_bytes <= self.capacity_bytes:
+            return
         for victim in self._victims(protected):
             self._evict(victim)
             if self.used_bytes + need_bytes <= self.capacity_bytes:
