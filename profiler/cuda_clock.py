@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,11 @@ class CudaClock:
 
     def start(self) -> None:
         """See :class:`teraio.profiler.clocks.Clock`."""
+        began = perf_counter()
         if torch._C._cuda_getCurrentStream(self._device)[0] != self._stream.stream_id:
             self._stream = torch.cuda.current_stream()
         self._record()
+        self._host.exclude(perf_counter() - began)
         self._host.start()
 
     def stop(self) -> float:

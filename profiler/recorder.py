@@ -21,6 +21,9 @@ from teraio.profiler.segments import Segment, StorageRecord
 from teraio.profiler.storages import StorageState, storage_of
 from teraio.profiler.workspace import WorkspaceMeter, start_workspace_meter
 
+MAX_RECORDS = 500_000
+"""Storages remembered of a loop that does not become steady; then the dead ones are forgotten."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnseenTensor:
@@ -62,7 +65,7 @@ class Recorder(KernelMode):
         self._segment = Segment(0)
         self._meter: WorkspaceMeter | None = None
         self._optimizer = 0
-        self._ended = 0.0
+        self._began = self._ended = 0.0
         self._is_running = False
         self._has_left = False
 
@@ -124,7 +127,7 @@ class Recorder(KernelMode):
         self._clock.exclude(perf_counter() - began)
 
     def _run(self, func: Any, operator: Any, args: Any, kwargs: Any) -> Any:
-        self._clock.exclude(-perf_counter())
+        self._began = perf_counter()
         result = super()._run(func, operator, args, kwargs)
         self._clock.exclude(perf_counter() - self._ended)
         return result
@@ -133,7 +136,7 @@ class Recorder(KernelMode):
         """Run the operator between two readings of the clock."""
         clock = self._clock
         self._is_running = True
-        clock.exclude(perf_counter())
+        clock.exclude(perf_counter() - self._began)
         clock.start()
         try:
             if self._meter is None:
@@ -204,6 +207,14 @@ class Recorder(KernelMode):
         record = self._record_of(state)
         record.death_segment = self.iteration
         record.death_kernel = self.kernel if self._is_running else self.kernel - 1
+
+    def _forget_dead(self) -> None:
+        oldest = self.recording.oldest_kept
+        self.records = {
+            serial: record
+            for serial, record in self.records.items()
+            if record.is_alive or record.death_segment >= oldest
+        }
 
     def _name_storages(self) -> None:
         for address, (name, kind) in self.names.names().items():
@@ -303,8 +314,10 @@ class Recorder(KernelMode):
         if self._meter is not None and recording.steady is None:
             self._meter.abort()
             self._meter = None
-        if recording.steady is not None and not recording.awaited_optimizers:
+        if recording.steady is not None and recording.awaited_optimizers is None:
             recording.awaited_optimizers = self._concerned_optimizers()
+        if len(self.records) > MAX_RECORDS and recording.steady is None:
+            self._forget_dead()
         if recording.is_complete:
             self.stop_recording()
         elif self._meter is None and recording.wants_workspace:

@@ -27,7 +27,7 @@ class Recording:
         self.steady: Steady | None = None
         self.timed: list[int] = []
         self.workspace_bytes: IntArray | None = None
-        self.awaited_optimizers: set[int] = set()
+        self.awaited_optimizers: set[int] | None = None
         self._optimizers_seen: set[int] = set()
         self._metered_attempts = 0
         self._has_given_up = False
@@ -62,12 +62,14 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Whether further iterations would add nothing."""
-        has_workspace = self.workspace_bytes is not None or self._is_workspace_out_of_reach
-        has_patience = len(self.segments) < REMEMBERED_SEGMENTS
-        if self.awaited_optimizers - self._optimizers_seen and has_patience:
+        """Whether further iterations would add nothing, or have long ceased to."""
+        if self.steady is None:
             return False
-        return self.steady is not None and len(self.timed) >= TIMED_ITERATIONS and has_workspace
+        if len(self.segments) >= self.steady.start + REMEMBERED_SEGMENTS * self.steady.period:
+            return True
+        has_workspace = self.workspace_bytes is not None or self._is_workspace_out_of_reach
+        missing = (self.awaited_optimizers or set()) - self._optimizers_seen
+        return len(self.timed) >= TIMED_ITERATIONS and has_workspace and not missing
 
     def add(self, segment: Segment, workspace_bytes: IntArray | None, *, is_metered: bool) -> None:
         """Append a closed segment; ``is_metered``: it ran under a memory profiler.
@@ -126,6 +128,12 @@ class Recording:
                 if segment.times is not None:
                     segment.times.release()
                 self.segments[index] = None
+
+    @property
+    def oldest_kept(self) -> int:
+        """Index of the first segment that has not been dropped."""
+        kept = (i for i, segment in enumerate(self.segments) if segment is not None)
+        return next(kept, len(self.segments))
 
     def forget(self) -> None:
         """Drop all segments; what is known of their number and of steadiness stays."""
