@@ -5,46 +5,49 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from teraio.contracts.hardware import HOST, Hardware
-from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.contracts.table import IntArray
 from teraio.planner.channel_reservations import TimeBins
 from teraio.planner.clean_copies import move_versions
 from teraio.planner.slot_packing import align_up
 from teraio.traces.lifetimes import InactivePeriods, inactive_periods
 from teraio.traces.trace import Trace
 
+Candidates = npt.NDArray[np.void]
+"""Records, one per inactive period that may leave, ordered by after_kernel, then storage.
 
-class Candidates(NamedTuple):
-    """One row per inactive period that may leave the GPU, ordered by after_kernel, then storage.
+Kernels and bins are unrolled from ``after_kernel``. A storage can be away in the kernels
+[away_first, away_end). ``first_bin`` is where an offload is released, ``clean_bin`` the first bin
+in which a dropped clean copy is away throughout, ``last_bin`` the last bin in which a prefetch may
+run (tail: the first bin after the absence). ``version`` numbers versions over all storages,
+``position`` orders the periods of one, ``next_sibling`` is the row after it there (-1: none),
+and a copy is kept in the bins from ``slot_first`` to ``slot_last``, on the axis of ``position``.
+"""
 
-    Kernels and bins are unrolled from ``after_kernel``. A storage can be away in the kernels
-    [away_first, away_end). ``first_bin`` is where an offload is released, ``clean_bin`` the first
-    bin in which a dropped clean copy is away throughout, ``last_bin`` the last bin in which a
-    prefetch may run (tail: the first bin after the absence). ``version`` numbers versions over all
-    storages, ``position`` orders the periods of one, and ``slot_first`` and ``slot_last`` are the
-    bins in which a copy is kept, on the axis of ``position``.
-    """
-
-    storage: IntArray
-    relief_bytes: IntArray
-    num_bytes: FloatArray
-    slot_bytes: IntArray
-    seconds: FloatArray
-    is_tail: BoolArray
-    after_kernel: IntArray
-    away_first: IntArray
-    away_end: IntArray
-    first_bin: IntArray
-    clean_bin: IntArray
-    last_bin: IntArray
-    version: IntArray
-    position: IntArray
-    slot_first: IntArray
-    slot_last: IntArray
-    is_unwritten: BoolArray
-    rows_by_version: IntArray
-    version_begin: IntArray
+_RECORD = np.dtype(
+    [
+        ("relief_bytes", np.int64),
+        ("num_bytes", np.int64),
+        ("slot_bytes", np.int64),
+        ("seconds", np.float64),
+        ("after_kernel", np.int64),
+        ("away_first", np.int64),
+        ("away_end", np.int64),
+        ("first_bin", np.int64),
+        ("clean_bin", np.int64),
+        ("last_bin", np.int64),
+        ("version", np.int64),
+        ("position", np.int64),
+        ("next_sibling", np.int64),
+        ("slot_first", np.int64),
+        ("slot_last", np.int64),
+        ("is_tail", np.bool_),
+        ("is_unwritten", np.bool_),
+    ],
+    align=True,
+)
 
 
 def find_candidates(
@@ -62,36 +65,43 @@ def find_candidates(
         storage, after, storages, trace.accesses, num_kernels
     )
     version = np.unique(storage * (num_kernels + 1) + version, return_inverse=True)[1].reshape(-1)
-    rows_by_version = np.lexsort((position, version))
     alignment_bytes = max(hardware.alignment_bytes(d) for d in (HOST, *hardware.ssd_names))
     bin_of = _UnrolledBins(bins, num_kernels)
     num_bins = len(bins.seconds)
     release = bin_of(after + 1)
     starts_bin = bins.first_kernel[release % num_bins] == (after + 1) % num_kernels
-    candidates = Candidates(
-        storage=storage,
-        relief_bytes=storages.allocated_bytes[storage],
-        num_bytes=storages.nbytes[storage].astype(np.float64),
-        slot_bytes=align_up(storages.nbytes[storage], alignment_bytes),
-        seconds=periods.seconds[rows],
-        is_tail=is_tail,
-        after_kernel=after,
-        away_first=after + 1,
-        away_end=end + is_tail,
-        first_bin=release,
-        clean_bin=np.where(starts_bin, release, release + 1),
-        last_bin=np.where(is_tail, bin_of(end + 1), bin_of(end - 1)),
-        version=version,
-        position=position,
-        slot_first=bin_of(position),
-        slot_last=bin_of(position + end - after),
-        is_unwritten=is_unwritten,
-        rows_by_version=rows_by_version,
-        version_begin=np.searchsorted(
-            version[rows_by_version], np.arange(version.max(initial=-1) + 2)
-        ),
-    )
+    candidates = np.zeros(len(rows), dtype=_RECORD)
+    columns = {
+        "relief_bytes": storages.allocated_bytes[storage],
+        "num_bytes": storages.nbytes[storage],
+        "slot_bytes": align_up(storages.nbytes[storage], alignment_bytes),
+        "seconds": periods.seconds[rows],
+        "after_kernel": after,
+        "away_first": after + 1,
+        "away_end": end + is_tail,
+        "first_bin": release,
+        "clean_bin": np.where(starts_bin, release, release + 1),
+        "last_bin": np.where(is_tail, bin_of(end + 1), bin_of(end - 1)),
+        "version": version,
+        "position": position,
+        "next_sibling": _next_siblings(version, position),
+        "slot_first": bin_of(position),
+        "slot_last": bin_of(position + end - after),
+        "is_tail": is_tail,
+        "is_unwritten": is_unwritten,
+    }
+    for name, column in columns.items():
+        candidates[name] = column
     return candidates, periods, rows
+
+
+def _next_siblings(version: IntArray, position: IntArray) -> IntArray:
+    """The row that follows each row in its version, -1 if none."""
+    order = np.lexsort((position, version))
+    following = np.full(len(order), -1, dtype=np.int64)
+    is_same = version[order[1:]] == version[order[:-1]]
+    following[order[:-1][is_same]] = order[1:][is_same]
+    return following
 
 
 class _UnrolledBins(NamedTuple):

@@ -56,6 +56,14 @@ class Reservations(NamedTuple):
     memory_rate: FloatArray
     memory_weight: FloatArray
 
+    def copy(self) -> Reservations:
+        """An independent copy."""
+        return self._replace(
+            booked=self.booked.copy(),
+            skip=self.skip.copy(),
+            memory_booked=self.memory_booked.copy(),
+        )
+
 
 def time_bins(trace: Trace, max_bins: int) -> TimeBins:
     """One bin per kernel if ``max_bins`` allows, else kernels grouped to about equal time."""

@@ -41,32 +41,32 @@ def relieve_remaining(
     first_row, next_row = _rows_by_start(candidates, num_kernels)
     ending = np.zeros(2 * num_kernels + 1, dtype=np.int64)
     heap = [(0.0, 0, 0) for _ in range(0)]
-    for row in range(len(candidates.storage)):
-        start = (candidates.away_first[row] - origin) % num_kernels
-        expiry = start + candidates.away_end[row] - candidates.away_first[row] - num_kernels
+    for row in range(len(candidates)):
+        start = (candidates[row].away_first - origin) % num_kernels
+        expiry = start + candidates[row].away_end - candidates[row].away_first - num_kernels
         if expiry > 0:
-            heapq.heappush(heap, (-candidates.seconds[row], row, expiry))
+            heapq.heappush(heap, (-candidates[row].seconds, row, expiry))
     relieved = 0
     for step in range(num_kernels):
         kernel = (origin + step) % num_kernels
         relieved -= ending[step]
         row = first_row[kernel]
         while row >= 0:
-            expiry = step + candidates.away_end[row] - candidates.away_first[row]
-            heapq.heappush(heap, (-candidates.seconds[row], row, expiry))
+            expiry = step + candidates[row].away_end - candidates[row].away_first
+            heapq.heappush(heap, (-candidates[row].seconds, row, expiry))
             row = next_row[row]
         while pressure[kernel] > relieved:
             if len(heap) == 0:
                 return kernel
             _, row, expiry = heapq.heappop(heap)
-            if expiry <= step or choice.device[row] != NOT_CHOSEN:
+            if expiry <= step or choice.periods[row].device != NOT_CHOSEN:
                 continue
             if not _leave(candidates, choice, channels, row):
                 continue
-            relief = candidates.relief_bytes[row]
+            relief = candidates[row].relief_bytes
             relieved += relief
             ending[expiry] += relief
-            start = (candidates.away_first[row] - origin) % num_kernels
+            start = (candidates[row].away_first - origin) % num_kernels
             if start > step:
                 # It was away from before the origin, and will be again.
                 ending[start] -= relief
@@ -77,9 +77,9 @@ def relieve_remaining(
 def _rows_by_start(candidates: Candidates, num_kernels: int) -> tuple[IntArray, IntArray]:
     """Linked lists of the candidates that can be away from each kernel on."""
     first_row = np.full(num_kernels, -1, dtype=np.int64)
-    next_row = np.full(len(candidates.storage), -1, dtype=np.int64)
-    for row in range(len(candidates.storage) - 1, -1, -1):
-        kernel = candidates.away_first[row] % num_kernels
+    next_row = np.full(len(candidates), -1, dtype=np.int64)
+    for row in range(len(candidates) - 1, -1, -1):
+        kernel = candidates[row].away_first % num_kernels
         next_row[row] = first_row[kernel]
         first_row[kernel] = row
     return first_row, next_row
@@ -89,21 +89,21 @@ def _rows_by_start(candidates: Candidates, num_kernels: int) -> tuple[IntArray, 
 def _leave(candidates: Candidates, choice: Choice, channels: Reservations, row: int) -> bool:
     """Choose the tier with the smaller backlog, book it; False if no tier has room."""
     best_device, best_seconds = NOT_CHOSEN, np.inf
-    for device in range(choice.occupied.shape[0]):
-        if has_room(candidates, choice, row, device):
+    for device in range(choice.room.shape[0]):
+        if has_room(candidates, choice, row, device, len(channels.seconds)):
             seconds = _backlog_seconds(candidates, choice, channels, row, device)
             if seconds < best_seconds:
                 best_device, best_seconds = device, seconds
     if best_device == NOT_CHOSEN:
         return False
     num_bins = len(channels.seconds)
-    num_bytes = candidates.num_bytes[row]
-    first, last = candidates.first_bin[row], candidates.last_bin[row]
+    num_bytes = candidates[row].num_bytes
+    first, last = candidates[row].first_bin, candidates[row].last_bin
     if not is_clean(candidates, choice, row, best_device):
         book_offload(channels, best_device, first, first + num_bins - 1, num_bytes)
-    if not candidates.is_tail[row]:
+    if not candidates[row].is_tail:
         book_prefetch(channels, best_device, last - num_bins + 1, last, num_bytes)
-    commit(candidates, choice, row, best_device)
+    commit(candidates, choice, row, best_device, num_bins)
     return True
 
 
@@ -113,14 +113,14 @@ def _backlog_seconds(
 ) -> float:
     """Ideal time that both transfers would take, with the queueing behind what is booked."""
     num_bins = len(channels.seconds)
-    num_bytes = candidates.num_bytes[row]
-    first, last = candidates.first_bin[row], candidates.last_bin[row]
+    num_bytes = candidates[row].num_bytes
+    first, last = candidates[row].first_bin, candidates[row].last_bin
     total = 0.0
     if not is_clean(candidates, choice, row, device):
         end = find_offload_end(channels, device, first, first + num_bins - 1, num_bytes)
         total += _span_seconds(channels, first, first + num_bins if end == NOT_FOUND else end)
         total += num_bytes / channels.rate[device, 1]
-    if not candidates.is_tail[row]:
+    if not candidates[row].is_tail:
         start = find_prefetch_start(channels, device, last - num_bins + 1, last, num_bytes)
         begin = last - num_bins if start == NOT_FOUND else start
         total += _span_seconds(channels, begin, last)

@@ -31,16 +31,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from teraio.contracts.hardware import Hardware
-from teraio.contracts.plan import Plan
+from teraio.contracts.plan import Moves, Plan
 from teraio.errors import CapacityError
-from teraio.planner.greedy_search import GreedySearch
+from teraio.planner.greedy_search import PATIENCES, GreedySearch, Selection
 from teraio.planner.plan_building import build_plan
 from teraio.traces.trace import Trace
 
 _HOST_MARGINS = (1.0, 0.95, 0.85, 0.7)
+"""Shares of the host budget to plan with, in turn, until packing leaves no hole too many."""
+
 _CLOSE_TO_IDEAL = 1 + 1e-6
 
 
@@ -54,22 +57,43 @@ def plan_greedy(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.
     started = time.perf_counter()
     search = GreedySearch.begin(trace, hardware, bandwidth_share)
     options: dict[str, Any] = {"bandwidth_share": bandwidth_share}
-    best: Plan | None = None
-    error: CapacityError | None = None
-    for margin in _HOST_MARGINS:
-        for moves, variant in search.drafts(margin):
+    if search.fits_already:
+        best = build_plan(trace, Moves.empty(), hardware, planner="greedy", options=options)
+    else:
+        best = _best_variant(trace, hardware, search, options)
+    seconds = time.perf_counter() - started
+    return replace(best, metadata=replace(best.metadata, planning_seconds=seconds))
+
+
+def _best_variant(
+    trace: Trace, hardware: Hardware, search: GreedySearch, options: dict[str, Any]
+) -> Plan:
+    best: tuple[Plan, Selection] | None = None
+    error = CapacityError("no tier has room for what must leave the GPU")
+
+    def build(selection: Selection, prefetch_early: bool) -> Plan:
+        chosen = options | selection.options | {"prefetch_early": prefetch_early}
+        moves = search.draft(selection, prefetch_early=prefetch_early)
+        return build_plan(trace, moves, hardware, planner="greedy", options=chosen)
+
+    for margin, patience in product(_HOST_MARGINS, PATIENCES):
+        if best is not None and (patience == PATIENCES[0] or _is_ideal(best[0])):
+            break
+        for selection in search.selections(patience, margin):
             try:
-                plan = build_plan(
-                    trace, moves, hardware, planner="greedy", options=options | variant
-                )
+                plan = build(selection, prefetch_early=True)
             except CapacityError as caught:
                 error = caught
                 continue
-            if best is None or plan.predicted_seconds < best.predicted_seconds:
-                best = plan
-            if best.predicted_seconds <= trace.ideal_seconds * _CLOSE_TO_IDEAL:
-                break
-        if best is not None:
-            seconds = time.perf_counter() - started
-            return replace(best, metadata=replace(best.metadata, planning_seconds=seconds))
-    raise error or CapacityError("no tier has room for what must leave the GPU")
+            if best is None or plan.predicted_seconds < best[0].predicted_seconds:
+                best = plan, selection
+    if best is None:
+        raise error
+    if _is_ideal(best[0]):
+        return best[0]
+    late = build(best[1], prefetch_early=False)
+    return min(best[0], late, key=lambda plan: plan.predicted_seconds)
+
+
+def _is_ideal(plan: Plan) -> bool:
+    return plan.predicted_seconds <= plan.ideal_seconds * _CLOSE_TO_IDEAL

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from teraio.contracts.table import FloatArray, IntArray
+from teraio.contracts.table import IntArray
 from teraio.planner.candidates import Candidates
 from teraio.planner.channel_reservations import (
     NOT_FOUND,
@@ -25,6 +25,8 @@ from teraio.planner.channel_reservations import (
     find_offload_end,
     find_prefetch_start,
 )
+from teraio.planner.critical_pressure import Pressure, lower_pressure, relief_byte_seconds
+from teraio.planner.slack_tree import add_cyclic, first_below_cyclic, slack_tree
 
 NOT_CHOSEN = -1
 _HOST = 0
@@ -33,147 +35,131 @@ _HOST = 0
 class Choice(NamedTuple):
     """What has been chosen, filled in place by compiled code.
 
-    Per candidate: ``device`` (index, host first; NOT_CHOSEN) and the bins [away_first_bin,
-    away_end_bin) in which it is away. Per version: the device of its copy and the hull of bins in
-    which the copy is kept. ``occupied`` int64 (devices, bins) are slot bytes, ``capacity`` int64
-    (devices,) what the devices have; ``num_chosen`` int64 (1,) and ``order`` list the choices.
+    ``periods`` holds a record per candidate: its ``device`` (index, host first; NOT_CHOSEN) and the
+    bins [away_first_bin, away_end_bin) in which it is away; before it is chosen, ``best_device``,
+    window, ``cost_seconds`` and ``ratio`` are those of its last evaluation. ``versions`` holds a
+    record per version: the ``device`` of its copy, the ``position`` of the period that writes
+    it, and the hull [first_bin, end_bin) in which it is kept. ``room`` int64 (devices, 2, nodes)
+    are trees of the slot bytes left in each bin.
     """
 
-    device: IntArray
-    away_first_bin: IntArray
-    away_end_bin: IntArray
-    version_device: IntArray
-    version_position: IntArray
-    version_first: IntArray
-    version_last: IntArray
-    occupied: IntArray
-    capacity: IntArray
-    order: IntArray
-    num_chosen: IntArray
+    periods: npt.NDArray[np.void]
+    versions: npt.NDArray[np.void]
+    room: IntArray
+
+    def copy(self) -> Choice:
+        """An independent copy."""
+        return Choice(self.periods.copy(), self.versions.copy(), self.room.copy())
+
+    def chosen_rows(self) -> IntArray:
+        """Rows of the candidates chosen so far, in order."""
+        return np.flatnonzero(self.periods["device"] != NOT_CHOSEN)
+
+
+_PERIOD = np.dtype(
+    [
+        ("device", np.int64),
+        ("best_device", np.int64),
+        ("away_first_bin", np.int64),
+        ("away_end_bin", np.int64),
+        ("cost_seconds", np.float64),
+        ("ratio", np.float64),
+    ]
+)
+_VERSION = np.dtype(
+    [
+        ("device", np.int64),
+        ("position", np.int64),
+        ("first_bin", np.int64),
+        ("end_bin", np.int64),
+    ]
+)
 
 
 def open_choice(candidates: Candidates, capacity_bytes: IntArray, num_bins: int) -> Choice:
-    """Nothing chosen yet."""
-    count, versions = len(candidates.storage), len(candidates.version_begin) - 1
-
-    def filled(length: int) -> IntArray:
-        return np.full(length, NOT_CHOSEN, dtype=np.int64)
-
-    return Choice(
-        device=filled(count),
-        away_first_bin=filled(count),
-        away_end_bin=filled(count),
-        version_device=filled(versions),
-        version_position=filled(versions),
-        version_first=filled(versions),
-        version_last=filled(versions),
-        occupied=np.zeros((len(capacity_bytes), num_bins), dtype=np.int64),
-        capacity=capacity_bytes,
-        order=filled(count),
-        num_chosen=np.zeros(1, dtype=np.int64),
-    )
+    """Nothing chosen yet; ``capacity_bytes`` int64 (devices,) is what the tiers can hold."""
+    periods = np.zeros(len(candidates), dtype=_PERIOD)
+    versions = np.zeros(candidates["version"].max(initial=-1) + 1, dtype=_VERSION)
+    periods["device"] = versions["device"] = NOT_CHOSEN
+    room = [slack_tree(np.full(num_bins, capacity, np.int64)) for capacity in capacity_bytes]
+    return Choice(periods, versions, np.stack(room))
 
 
 @numba.njit(cache=True)
 def is_clean(candidates: Candidates, choice: Choice, row: int, device: int) -> bool:
     """Whether a copy that serves this period is kept on the device: nothing is to be written."""
-    version = candidates.version[row]
-    if candidates.is_unwritten[row]:
+    period = candidates[row]
+    if period.is_unwritten:
         return True
-    if choice.version_device[version] != device:
-        return False
-    return bool(candidates.position[row] > choice.version_position[version])
+    version = choice.versions[period.version]
+    return bool(version.device == device and period.position > version.position)
 
 
 @numba.njit(cache=True)
 def _slot_ranges(
-    candidates: Candidates, choice: Choice, row: int, device: int
+    candidates: Candidates, choice: Choice, row: int, device: int, num_bins: int
 ) -> tuple[int, int, int, int]:
     """Bins [a, b) and [c, d), unrolled, in which choosing the period would take its slot anew."""
-    version = candidates.version[row]
-    num_bins = choice.occupied.shape[1]
-    first, last = candidates.slot_first[row], candidates.slot_last[row] + 1
-    if choice.version_device[version] != device:
-        if candidates.is_unwritten[row]:
+    period = candidates[row]
+    version = choice.versions[period.version]
+    first, last = period.slot_first, period.slot_last + 1
+    if version.device != device:
+        if period.is_unwritten:
             return 0, num_bins, 0, 0
         return first, min(last, first + num_bins), 0, 0
-    if candidates.is_unwritten[row]:
+    if period.is_unwritten:
         return 0, 0, 0, 0
-    begin, end = choice.version_first[version], choice.version_last[version]
-    before = first if first < begin else begin
-    after = last if last > end else end
-    after = min(after, before + num_bins)
-    return before, begin, end, after
+    before = min(first, version.first_bin)
+    after = min(max(last, version.end_bin), before + num_bins)
+    return before, version.first_bin, version.end_bin, after
 
 
 @numba.njit(cache=True)
-def has_room(candidates: Candidates, choice: Choice, row: int, device: int) -> bool:
+def has_room(candidates: Candidates, choice: Choice, row: int, device: int, num_bins: int) -> bool:
     """Whether the device can hold the slot at all times needed, and the rule of one device holds.
 
     A storage that is never written keeps its one permanent slot, so it never changes device.
     """
-    version = candidates.version[row]
-    of_version = choice.version_device[version]
-    if candidates.is_unwritten[row] and of_version not in (NOT_CHOSEN, device):
+    period = candidates[row]
+    of_version = choice.versions[period.version].device
+    if period.is_unwritten and of_version != NOT_CHOSEN and of_version != device:
         return False
-    limit = choice.capacity[device] - candidates.slot_bytes[row]
-    if limit < 0:
+    room = choice.room[device]
+    a, b, c, d = _slot_ranges(candidates, choice, row, device, num_bins)
+    if first_below_cyclic(room, a, b, period.slot_bytes, num_bins) < b:
         return False
-    num_bins = choice.occupied.shape[1]
-    a, b, c, d = _slot_ranges(candidates, choice, row, device)
-    for first, last in ((a, b), (c, d)):
-        for index in range(first, last):
-            if choice.occupied[device, index % num_bins] > limit:
-                return False
-    return True
+    return bool(first_below_cyclic(room, c, d, period.slot_bytes, num_bins) >= d)
 
 
 @numba.njit(cache=True)
-def commit(candidates: Candidates, choice: Choice, row: int, device: int) -> bool:
-    """Record a choice and take its slot; True if other periods of its version become cheaper."""
-    version = candidates.version[row]
-    num_bins = choice.occupied.shape[1]
-    a, b, c, d = _slot_ranges(candidates, choice, row, device)
-    for first, last in ((a, b), (c, d)):
-        for index in range(first, last):
-            choice.occupied[device, index % num_bins] += candidates.slot_bytes[row]
-    choice.device[row] = device
-    choice.order[choice.num_chosen[0]] = row
-    choice.num_chosen[0] += 1
-    position = candidates.position[row]
-    if choice.version_device[version] == NOT_CHOSEN:
-        choice.version_device[version] = device
-        choice.version_position[version] = position
-        choice.version_first[version] = a
-        choice.version_last[version] = b
-        return True
-    if choice.version_device[version] != device:
-        return False
-    if not candidates.is_unwritten[row]:
-        choice.version_first[version] = a
-        choice.version_last[version] = max(d, choice.version_last[version])
-    if position < choice.version_position[version]:
-        choice.version_position[version] = position
-        return True
-    return False
+def commit(candidates: Candidates, choice: Choice, row: int, device: int, num_bins: int) -> int:
+    """Record a choice and take its slot.
 
-
-@numba.njit(cache=True)
-def _relief(
-    pressure: IntArray, seconds: FloatArray, first: int, last: int, num_bytes: int
-) -> float:
-    """Byte-seconds of critical pressure removed by ``num_bytes`` less in bins [first, last)."""
-    num_bins = len(pressure)
-    total = 0.0
-    while first < last:
-        shift = first // num_bins * num_bins
-        end = min(last, shift + num_bins)
-        for index in range(first - shift, end - shift):
-            excess = pressure[index]
-            if excess > 0:
-                total += seconds[index] * min(excess, num_bytes)
-        first = end
-    return total
+    Returns the position before which later periods of its version have become clean: those after
+    it were clean already.
+    """
+    period = candidates[row]
+    version = choice.versions[period.version]
+    room = choice.room[device]
+    a, b, c, d = _slot_ranges(candidates, choice, row, device, num_bins)
+    add_cyclic(room, a, b, -period.slot_bytes, num_bins)
+    if c < d:
+        add_cyclic(room, c, d, -period.slot_bytes, num_bins)
+    choice.periods[row].device = device
+    if version.device == NOT_CHOSEN:
+        version.device = device
+        version.position = period.position
+        version.first_bin = a
+        version.end_bin = b
+        return np.iinfo(np.int64).max
+    if version.device != device:
+        return int(period.position)
+    if not period.is_unwritten:
+        version.first_bin = a
+        version.end_bin = max(d, version.end_bin)
+    clean_until = version.position
+    version.position = min(period.position, clean_until)
+    return int(clean_until)
 
 
 @numba.njit(cache=True)
@@ -181,19 +167,19 @@ def _window(
     candidates: Candidates, choice: Choice, channels: Reservations, row: int, device: int
 ) -> tuple[int, int]:
     """(4) Bins [first, end) from the earliest end of the offload to the latest safe prefetch."""
-    last = candidates.last_bin[row]
+    last = candidates[row].last_bin
     if is_clean(candidates, choice, row, device):
-        first = candidates.clean_bin[row]
+        first = candidates[row].clean_bin
     else:
         end = find_offload_end(
-            channels, device, candidates.first_bin[row], last, candidates.num_bytes[row]
+            channels, device, candidates[row].first_bin, last, candidates[row].num_bytes
         )
         if end == NOT_FOUND:
             return 0, 0
         first = end + 1
-    if candidates.is_tail[row]:
+    if candidates[row].is_tail:
         return first, last
-    start = find_prefetch_start(channels, device, first, last, candidates.num_bytes[row])
+    start = find_prefetch_start(channels, device, first, last, candidates[row].num_bytes)
     return first, (first if start == NOT_FOUND else start)
 
 
@@ -202,11 +188,11 @@ def _cost(
     candidates: Candidates, choice: Choice, channels: Reservations, row: int, device: int
 ) -> float:
     """(2) Seconds of transfer: both ways, or only what a clean copy or a tail still needs."""
-    num_bytes = candidates.num_bytes[row]
+    num_bytes = candidates[row].num_bytes
     cost = 1e-12
     if not is_clean(candidates, choice, row, device):
         cost += (num_bytes + channels.latency[device, WRITE]) / channels.rate[device, WRITE]
-    if not candidates.is_tail[row]:
+    if not candidates[row].is_tail:
         cost += (num_bytes + channels.latency[device, READ]) / channels.rate[device, READ]
     return cost
 
@@ -216,32 +202,48 @@ def _evaluate(
     candidates: Candidates,
     choice: Choice,
     channels: Reservations,
-    pressure: IntArray,
+    pressure: Pressure,
     row: int,
     patience: float,
-) -> tuple[float, int, int, int]:
-    """(3, 5) Benefit per cost, device and window; SSD first, host where that is much better."""
-    best_benefit = best_ratio = 0.0
-    best_device, best_first, best_end = NOT_CHOSEN, 0, 0
-    for index in range(1, choice.occupied.shape[0] + 1):
+) -> float:
+    """(3, 5) Benefit per cost, with the device and window for it left in ``choice.periods``.
+
+    SSDs come first; the host takes their place if its benefit is higher by 1 / ``patience``.
+    """
+    offer = choice.periods[row]
+    offer.best_device = NOT_CHOSEN
+    offer.ratio = 0.0
+    best_benefit = 0.0
+    for index in range(1, choice.room.shape[0] + 1):
         # SSDs in order, then the host, which is device 0.
-        device = index % choice.occupied.shape[0]
-        if not has_room(candidates, choice, row, device):
+        device = index % choice.room.shape[0]
+        wanted = best_benefit
+        if device == _HOST and offer.best_device != NOT_CHOSEN:
+            if patience <= 0.0:
+                break
+            wanted = best_benefit / patience
+        if not has_room(candidates, choice, row, device, len(channels.seconds)):
             continue
         first, end = _window(candidates, choice, channels, row, device)
-        if first >= end:
-            continue
-        benefit = _relief(pressure, channels.seconds, first, end, candidates.relief_bytes[row])
-        wanted = best_benefit
-        if device == _HOST and best_device != NOT_CHOSEN:
-            if patience <= 0.0:
-                continue
-            wanted = best_benefit / patience
+        benefit = relief_byte_seconds(pressure, first, end, candidates[row].relief_bytes)
         if benefit > wanted:
             best_benefit = benefit
-            best_ratio = benefit / _cost(candidates, choice, channels, row, device)
-            best_device, best_first, best_end = device, first, end
-    return best_ratio, best_device, best_first, best_end
+            offer.best_device = device
+            offer.away_first_bin = first
+            offer.away_end_bin = end
+            offer.cost_seconds = _cost(candidates, choice, channels, row, device)
+            offer.ratio = benefit / offer.cost_seconds
+    return float(offer.ratio)
+
+
+@numba.njit(cache=True)
+def _highest_ratio(candidates: Candidates, choice: Choice, pressure: Pressure, row: int) -> float:
+    """Benefit per cost in the window found before, which can only have become narrower."""
+    offer = choice.periods[row]
+    benefit = relief_byte_seconds(
+        pressure, offer.away_first_bin, offer.away_end_bin, candidates[row].relief_bytes
+    )
+    return float(benefit / offer.cost_seconds)
 
 
 @numba.njit(cache=True)
@@ -249,24 +251,18 @@ def _take(
     candidates: Candidates,
     choice: Choice,
     channels: Reservations,
-    pressure: IntArray,
+    pressure: Pressure,
     row: int,
-    device: int,
-    first: int,
-    end: int,
-) -> bool:
-    """(6) Book channels, lower the pressure, take the slot; True if siblings become cheaper."""
-    num_bins = len(pressure)
-    num_bytes = candidates.num_bytes[row]
+) -> int:
+    """(6) Book channels, lower the pressure, take the slot; returns what ``commit`` does."""
+    period, offer = candidates[row], choice.periods[row]
+    device, first, end = offer.best_device, offer.away_first_bin, offer.away_end_bin
     if not is_clean(candidates, choice, row, device):
-        book_offload(channels, device, candidates.first_bin[row], first - 1, num_bytes)
-    if not candidates.is_tail[row]:
-        book_prefetch(channels, device, end, candidates.last_bin[row], num_bytes)
-    for index in range(first, end):
-        pressure[index % num_bins] -= candidates.relief_bytes[row]
-    choice.away_first_bin[row] = first
-    choice.away_end_bin[row] = end
-    return commit(candidates, choice, row, device)
+        book_offload(channels, device, period.first_bin, first - 1, period.num_bytes)
+    if not period.is_tail:
+        book_prefetch(channels, device, end, period.last_bin, period.num_bytes)
+    lower_pressure(pressure, first, end, period.relief_bytes)
+    return int(commit(candidates, choice, row, device, len(channels.seconds)))
 
 
 @numba.njit(cache=True)
@@ -274,41 +270,39 @@ def choose_by_benefit(
     candidates: Candidates,
     choice: Choice,
     channels: Reservations,
-    pressure: IntArray,
+    pressure: Pressure,
     patience: float,
 ) -> None:
-    """Choose until no pressure is left or nothing helps; ``pressure`` int64 (bins,) is lowered.
+    """Choose until no pressure is left or nothing helps; ``pressure`` is lowered.
 
     ``patience`` is the share of the host's benefit below which an SSD is passed over; 0 is the
-    paper's "SSD until saturated". Ratios are compared in single precision, so that rounding does
-    not decide between equal ones; ties go to the larger storage, then to the earlier row.
+    paper's "SSD until saturated". Equal ratios go to the larger storage, then to the earlier row.
     """
-    count = len(candidates.storage)
-    current = np.zeros(count, dtype=np.float32)
-    heap = [(np.float32(0.0), 0.0, 0) for _ in range(0)]
-    if pressure.max() <= 0:
+    heap = [(0.0, 0, 0) for _ in range(0)]
+    if pressure.highest.max() <= 0:
         return
-    for row in range(count):
-        ratio = _evaluate(candidates, choice, channels, pressure, row, patience)[0]
-        current[row] = ratio
+    for row in range(len(candidates)):
+        ratio = _evaluate(candidates, choice, channels, pressure, row, patience)
         if ratio > 0.0:
-            heap.append((-current[row], -candidates.num_bytes[row], row))
+            heap.append((-ratio, -candidates[row].num_bytes, row))
     heapq.heapify(heap)
     while len(heap) > 0:
-        key, _, row = heapq.heappop(heap)
-        if choice.device[row] != NOT_CHOSEN or -key != current[row]:
+        key, size, row = heapq.heappop(heap)
+        offer = choice.periods[row]
+        if offer.device != NOT_CHOSEN or -key != offer.ratio:
             continue
-        ratio, device, first, end = _evaluate(candidates, choice, channels, pressure, row, patience)
-        current[row] = ratio
-        if ratio <= 0.0:
+        rival = (0.0, 0, 0) if len(heap) == 0 else heap[0]
+        offer.ratio = _highest_ratio(candidates, choice, pressure, row)
+        if (-offer.ratio, size, row) < rival:
+            _evaluate(candidates, choice, channels, pressure, row, patience)
+        if offer.ratio <= 0.0:
             continue
-        entry = (-current[row], -candidates.num_bytes[row], row)
-        if len(heap) > 0 and entry > heap[0]:
-            heapq.heappush(heap, entry)
+        if (-offer.ratio, size, row) > rival:
+            heapq.heappush(heap, (-offer.ratio, size, row))
             continue
-        if _take(candidates, choice, channels, pressure, row, device, first, end):
-            _renew_siblings(candidates, choice, channels, pressure, row, patience, current, heap)
-        if pressure.max() <= 0:
+        clean_until = _take(candidates, choice, channels, pressure, row)
+        _renew_siblings(candidates, choice, channels, pressure, row, clean_until, patience, heap)
+        if pressure.highest.max() <= 0:
             break
 
 
@@ -317,18 +311,19 @@ def _renew_siblings(
     candidates: Candidates,
     choice: Choice,
     channels: Reservations,
-    pressure: IntArray,
+    pressure: Pressure,
     row: int,
+    clean_until: int,
     patience: float,
-    current: npt.NDArray[np.float32],
-    heap: list[tuple[np.float32, float, int]],
+    heap: list[tuple[float, int, int]],
 ) -> None:
     """Periods of the same version got cheaper: the only case in which a ratio rises."""
-    version = candidates.version[row]
-    begin, end = candidates.version_begin[version], candidates.version_begin[version + 1]
-    for sibling in candidates.rows_by_version[begin:end]:
-        if choice.device[sibling] == NOT_CHOSEN:
-            ratio = _evaluate(candidates, choice, channels, pressure, sibling, patience)[0]
-            if np.float32(ratio) > current[sibling]:
-                current[sibling] = ratio
-                heapq.heappush(heap, (-current[sibling], -candidates.num_bytes[sibling], sibling))
+    sibling = candidates[row].next_sibling
+    while sibling >= 0 and candidates[sibling].position < clean_until:
+        offer = choice.periods[sibling]
+        if offer.device == NOT_CHOSEN:
+            before = offer.ratio
+            ratio = _evaluate(candidates, choice, channels, pressure, sibling, patience)
+            if ratio != before and ratio > 0.0:
+                heapq.heappush(heap, (-ratio, -candidates[sibling].num_bytes, sibling))
+        sibling = candidates[sibling].next_sibling

@@ -23,9 +23,10 @@ from teraio.planner.channel_reservations import (
     time_bins,
 )
 from teraio.planner.clean_copies import chain_moves
+from teraio.planner.critical_pressure import open_pressure
 from teraio.planner.drafts import draft_moves
 from teraio.planner.fallback import FITS, relieve_remaining
-from teraio.planner.greedy_choice import NOT_CHOSEN, Choice, choose_by_benefit, open_choice
+from teraio.planner.greedy_choice import Choice, choose_by_benefit, open_choice
 from teraio.planner.residency import cyclic_sum, resident_bytes
 from teraio.planner.retiming import (
     Windows,
@@ -38,11 +39,20 @@ from teraio.traces.lifetimes import InactivePeriods
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes
 
-PATIENCES = (0.0, 0.9)
+PATIENCES = (0.0, 0.8, 1.0)
 """Shares of the host's benefit that an SSD must give to be preferred (5)."""
 
 MAX_BINS = 8192
 """Bins of the ideal timeline; traces with no more kernels are planned kernel by kernel."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Periods with their devices, the windows that channels allow, and the variant's options."""
+
+    choice: Choice
+    planned: Windows
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,48 +91,61 @@ class GreedySearch:
             capacity_bytes=capacity_bytes,
         )
 
-    def drafts(self, host_margin: float) -> Iterator[tuple[Moves, dict[str, Any]]]:
-        """Moves that fit the GPU, one table per variant, with what distinguishes it."""
-        if (self.resident <= self.capacity_bytes).all():
-            yield Moves.empty(), {}
-            return
-        for patience in PATIENCES:
-            for rows, choice, keeps_windows in self._choices(patience, host_margin):
-                planned = self._planned_windows(rows, choice)
-                for early in (True, False):
-                    variant = {
-                        "patience": patience,
-                        "fallback": "planned windows" if keeps_windows else "longest absences",
-                        "prefetch_early": early,
-                    }
-                    yield self._draft(rows, choice, planned, early), variant
+    @property
+    def fits_already(self) -> bool:
+        """Whether nothing needs to leave."""
+        return bool((self.resident <= self.capacity_bytes).all())
 
-    def _choices(
-        self, patience: float, host_margin: float
-    ) -> Iterator[tuple[IntArray, Choice, bool]]:
-        """Chosen rows, with the fallback's two readings where it is needed at all."""
-        for keeps_windows in (True, False):
-            channels = self._open_channels()
-            choice = self._open_choice(host_margin)
-            pressure = np.maximum.reduceat(self.resident, self.bins.first_kernel[:-1])
-            pressure -= self.capacity_bytes
-            choose_by_benefit(self.candidates, choice, channels, pressure, patience)
-            windows = self._windows_so_far(choice, keeps_windows)
-            rows = np.flatnonzero(choice.device != NOT_CHOSEN)
-            over = self._resident_with(rows, windows) - self.capacity_bytes
-            is_complete = bool((over <= 0).all())
-            fits = relieve_remaining(self.candidates, choice, channels, over) == FITS
-            rows = np.flatnonzero(choice.device != NOT_CHOSEN)
-            if not fits and keeps_windows:
-                # No period is left to add, so those chosen must leave for longer.
-                over = self._resident_with(rows, longest_windows(self.candidates, rows))
-                over -= self.capacity_bytes
-                fits = relieve_remaining(self.candidates, choice, channels, over) == FITS
-                rows = np.flatnonzero(choice.device != NOT_CHOSEN)
-            if fits:
-                yield rows, choice, keeps_windows
-            if is_complete:
-                return
+    def selections(self, patience: float, host_margin: float) -> Iterator[Selection]:
+        """(1 to 7) What to move, with the fallback's two readings where it is needed at all.
+
+        ``host_margin`` is the share of the host budget to plan with. Yields nothing where the
+        tiers have too little room.
+        """
+        channels, choice = self._open_channels(), self._open_choice(host_margin)
+        highest = np.maximum.reduceat(self.resident, self.bins.first_kernel[:-1])
+        pressure = open_pressure(highest - self.capacity_bytes, self.bins.seconds)
+        choose_by_benefit(self.candidates, choice, channels, pressure, patience)
+        rows = choice.chosen_rows()
+        over = self._resident_with(rows, self._chosen_windows(rows, choice)) - self.capacity_bytes
+        readings = ["planned windows"]
+        if (over > 0).any():
+            readings.append("longest absences")
+        for reading in readings:
+            selected = self._complete(choice.copy(), channels.copy(), reading)
+            if selected is not None:
+                options = {"patience": patience, "fallback": reading}
+                planned = self._planned_windows(selected.chosen_rows(), selected)
+                yield Selection(selected, planned, options)
+
+    def draft(self, selection: Selection, *, prefetch_early: bool) -> Moves:
+        """(8) Moves with their final times."""
+        rows = selection.choice.chosen_rows()
+        longest = longest_windows(self.candidates, rows)
+        slack = self.capacity_bytes - self._resident_with(rows, longest)
+        windows, needed = spend_slack(
+            self.candidates, rows, slack, selection.planned, prefetch_early=prefetch_early
+        )
+        kept = Windows(windows.free_by[needed], windows.prefetch_start[needed])
+        return self._moves(rows[needed], selection.choice, kept)
+
+    def _complete(self, choice: Choice, channels: Reservations, reading: str) -> Choice | None:
+        """(7) The choice with what the fallback adds to it; None if the tiers are too small."""
+        rows = choice.chosen_rows()
+        longest = longest_windows(self.candidates, rows)
+        if reading == "planned windows":
+            over = self._resident_with(rows, self._chosen_windows(rows, choice))
+            if (
+                relieve_remaining(self.candidates, choice, channels, over - self.capacity_bytes)
+                == FITS
+            ):
+                return choice
+            # No period is left to add, so those chosen must leave for longer.
+            rows = choice.chosen_rows()
+            longest = longest_windows(self.candidates, rows)
+        over = self._resident_with(rows, longest) - self.capacity_bytes
+        fits = relieve_remaining(self.candidates, choice, channels, over) == FITS
+        return choice if fits else None
 
     def _open_channels(self) -> Reservations:
         rank = self.trace.metadata.rank
@@ -135,21 +158,19 @@ class GreedySearch:
         capacity_bytes = np.array([host_bytes, *(ssd.capacity_bytes for ssd in ssds)])
         return open_choice(self.candidates, capacity_bytes, len(self.bins.seconds))
 
-    def _windows_so_far(self, choice: Choice, keeps_windows: bool) -> Windows:
-        rows = np.flatnonzero(choice.device != NOT_CHOSEN)
-        if not keeps_windows:
-            return longest_windows(self.candidates, rows)
+    def _chosen_windows(self, rows: IntArray, choice: Choice) -> Windows:
+        """The windows for which channels were booked."""
         first_kernel = self.bins.first_kernel
         return Windows(
-            kernel_of_bin(choice.away_first_bin[rows], first_kernel),
-            kernel_of_bin(choice.away_end_bin[rows], first_kernel),
+            kernel_of_bin(choice.periods["away_first_bin"][rows], first_kernel),
+            kernel_of_bin(choice.periods["away_end_bin"][rows], first_kernel),
         )
 
     def _resident_with(self, rows: IntArray, windows: Windows) -> IntArray:
         """Bytes per kernel if the chosen rows are away in these windows, int64 (K,)."""
         num_kernels = self.trace.num_kernels
         shift = windows.free_by // num_kernels * num_kernels
-        sizes = self.candidates.relief_bytes[rows]
+        sizes = self.candidates["relief_bytes"][rows]
         start, end = windows.free_by - shift, windows.prefetch_start - shift
         return self.resident - cyclic_sum(start, end, sizes, num_kernels)
 
@@ -160,23 +181,11 @@ class GreedySearch:
         return planned_windows(
             self.candidates,
             rows,
-            choice.device[rows],
+            choice.periods["device"][rows],
             chains.writes,
             self._open_channels(),
             self.bins.first_kernel,
         )
-
-    def _draft(
-        self, rows: IntArray, choice: Choice, planned: Windows, prefetch_early: bool
-    ) -> Moves:
-        """(8) Moves with their final times."""
-        longest = longest_windows(self.candidates, rows)
-        slack = self.capacity_bytes - self._resident_with(rows, longest)
-        windows, needed = spend_slack(
-            self.candidates, rows, slack, planned, prefetch_early=prefetch_early
-        )
-        kept = Windows(windows.free_by[needed], windows.prefetch_start[needed])
-        return self._moves(rows[needed], choice, kept)
 
     def _moves(self, rows: IntArray, choice: Choice, windows: Windows) -> Moves:
         ssds = self.hardware.ssds_of_rank(self.trace.metadata.rank)
@@ -185,10 +194,10 @@ class GreedySearch:
             self.trace,
             self.periods,
             self.period_rows[rows],
-            offload_start=self.candidates.after_kernel[rows],
+            offload_start=self.candidates["after_kernel"][rows],
             free_by=windows.free_by,
             prefetch_start=windows.prefetch_start,
-            device=names[choice.device[rows]],
+            device=names[choice.periods["device"][rows]],
         )
 
 
@@ -197,9 +206,9 @@ def _check_feasible(
 ) -> None:
     """Raise if a kernel needs too much even when all that can be away is away."""
     away = cyclic_sum(
-        candidates.away_first,
-        candidates.away_end,
-        candidates.relief_bytes,
+        candidates["away_first"],
+        candidates["away_end"],
+        candidates["relief_bytes"],
         trace.num_kernels,
     )
     needed = resident - away

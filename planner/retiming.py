@@ -43,7 +43,7 @@ class Windows(NamedTuple):
 
 def longest_windows(candidates: Candidates, rows: IntArray) -> Windows:
     """Away in every kernel between the accesses."""
-    return Windows(candidates.away_first[rows].copy(), candidates.away_end[rows].copy())
+    return Windows(candidates["away_first"][rows].copy(), candidates["away_end"][rows].copy())
 
 
 def kernel_of_bin(bin_index: IntArray, first_kernel: IntArray) -> IntArray:
@@ -68,14 +68,14 @@ def planned_windows(
     back so that at least one kernel of absence remains.
     """
     end_bin = _offload_ends(candidates, rows, device, writes, channels)
-    order = np.argsort(-candidates.away_end[rows], kind="stable")
+    order = np.argsort(-candidates["away_end"][rows], kind="stable")
     start_bin = _prefetch_starts(candidates, rows, device, channels, order)
-    earliest, latest = candidates.away_first[rows], candidates.away_end[rows]
+    earliest, latest = candidates["away_first"][rows], candidates["away_end"][rows]
 
     free_by = np.clip(kernel_of_bin(end_bin + 1, first_kernel), earliest, latest - 1)
     free_by = np.where(writes, free_by, earliest)
     prefetch_start = np.clip(kernel_of_bin(start_bin, first_kernel), free_by + 1, latest)
-    is_tail = candidates.is_tail[rows]
+    is_tail = candidates["is_tail"][rows]
     return Windows(free_by, np.where(is_tail, latest, prefetch_start))
 
 
@@ -91,10 +91,10 @@ def _offload_ends(
     num_bins = len(channels.seconds)
     ends = np.empty(len(rows), dtype=np.int64)
     for i in range(len(rows)):
-        first = candidates.first_bin[rows[i]]
+        first = candidates[rows[i]].first_bin
         ends[i] = first
         if writes[i]:
-            num_bytes = candidates.num_bytes[rows[i]]
+            num_bytes = candidates[rows[i]].num_bytes
             last = first + num_bins - 1
             end = find_offload_end(channels, device[i], first, last, num_bytes)
             ends[i] = last if end == NOT_FOUND else end
@@ -114,10 +114,10 @@ def _prefetch_starts(
     num_bins = len(channels.seconds)
     starts = np.zeros(len(rows), dtype=np.int64)
     for i in order:
-        if candidates.is_tail[rows[i]]:
+        if candidates[rows[i]].is_tail:
             continue
-        num_bytes = candidates.num_bytes[rows[i]]
-        last = candidates.last_bin[rows[i]]
+        num_bytes = candidates[rows[i]].num_bytes
+        last = candidates[rows[i]].last_bin
         first = last - num_bins + 1
         start = find_prefetch_start(channels, device[i], first, last, num_bytes)
         starts[i] = first if start == NOT_FOUND else start
@@ -143,19 +143,19 @@ def spend_slack(
     windows = longest_windows(candidates, rows)
     tree = slack_tree(slack_bytes)
     num_kernels = len(slack_bytes)
-    size = candidates.relief_bytes[rows]
-    by_need = np.argsort(candidates.away_end[rows], kind="stable")
-    by_need = by_need[~candidates.is_tail[rows][by_need]]
+    size = candidates["relief_bytes"][rows]
+    by_need = np.argsort(candidates["away_end"][rows], kind="stable")
+    by_need = by_need[~candidates["is_tail"][rows][by_need]]
     by_release = np.arange(len(rows))[::-1].copy()
     needed = np.ones(len(rows), dtype=bool)
     _grow_prefetches(tree, num_kernels, windows, size, by_need, planned.prefetch_start)
     _grow_offloads(tree, num_kernels, windows, size, by_release, planned.free_by)
-    by_length = np.argsort(candidates.seconds[rows], kind="stable")
+    by_length = np.argsort(candidates["seconds"][rows], kind="stable")
     _drop_unneeded(tree, num_kernels, windows, size, by_length, needed)
     by_need, by_release = by_need[needed[by_need]], by_release[needed[by_release]]
-    _grow_offloads(tree, num_kernels, windows, size, by_release, candidates.away_end[rows])
+    _grow_offloads(tree, num_kernels, windows, size, by_release, candidates["away_end"][rows])
     if prefetch_early:
-        _grow_prefetches(tree, num_kernels, windows, size, by_need, candidates.away_first[rows])
+        _grow_prefetches(tree, num_kernels, windows, size, by_need, candidates["away_first"][rows])
     return windows, needed
 
 
