@@ -19,7 +19,7 @@ from teraio.contracts.plan import (
     PlanMetadata,
     PlanStorages,
 )
-from teraio.contracts.timeline import Timeline
+from teraio.contracts.timeline import Events, Timeline
 from teraio.simulator import simulate
 from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
 
@@ -134,12 +134,13 @@ class Case:
     def hardware(self) -> Hardware:
         """The machine."""
         rates = {"read_rate": 10, "write_rate": 10}
+        link: dict[str, Any] = {"name": "pcie", "read_rate": PLENTY, "write_rate": PLENTY}
         ssds = [{"name": "ssd", **self.ssd}, *self.more_ssds]
         defaults = {"capacity_bytes": PLENTY, "alignment_bytes": 1, "gds": True, "bounce_bytes": 0}
         return Hardware(
             name="case",
             gpu=(Gpu(name="gpu", memory_bytes=self.gpu_bytes, link="pcie"),),
-            link=(Link(**{"name": "pcie", "read_rate": PLENTY, "write_rate": PLENTY} | self.link),),
+            link=(Link(**link | self.link),),
             host=Host(**rates | {"memory_bytes": PLENTY} | self.host),
             ssd=tuple(Ssd(**rates | defaults | ssd) for ssd in ssds),
             slowdown=Slowdown(**self.slowdown),
@@ -170,8 +171,8 @@ class Case:
                 death=storages.death,
                 nbytes=storages.nbytes,
                 allocated_bytes=storages.allocated_bytes,
-                placement=["gpu"] * len(storages),
-                device=[""] * len(storages),
+                placement=np.full(len(storages), "gpu", dtype=object),
+                device=np.full(len(storages), "", dtype=object),
                 tier_offset_bytes=missing,
             ),
             accesses=trace.accesses,
@@ -219,34 +220,33 @@ class Simulated:
     @property
     def transfers(self) -> list[tuple[str, str, str, float, float]]:
         """(storage, channel, cause, start, end) of all transfers, by start, then by storage."""
-        frame = self.timeline.to_pandas()
-        transfers = frame[frame.what == "transfer"].sort_values(["start_seconds", "storage"])
-        return [
-            (self.names[r.storage], r.channel, r.cause, r.start_seconds, r.end_seconds)
-            for r in transfers.itertuples()
-        ]
+        e = self._events("transfer")
+        names = [self.names[storage] for storage in e.storage]
+        rows = zip(names, e.channel, e.cause, e.start_seconds, e.end_seconds, strict=True)
+        return sorted(rows, key=lambda row: (row[3], self.names.index(row[0])))
 
     @property
     def stalls(self) -> list[tuple[int, str, str, float, float]]:
         """(kernel, cause, storage waited for, start, end) of all stalls, in order."""
-        rows = self.timeline.stalls.itertuples()
-        return [
-            (r.kernel, r.cause, self.names[r.storage], r.start_seconds, r.end_seconds) for r in rows
-        ]
+        e = self._events("stall")
+        names = [self.names[storage] for storage in e.storage]
+        return list(zip(e.kernel, e.cause, names, e.start_seconds, e.end_seconds, strict=True))
 
     @property
     def kernel_starts(self) -> list[float]:
         """Start of each kernel, in order."""
-        frame = self.timeline.to_pandas()
-        starts: list[float] = frame[frame.what == "kernel"].start_seconds.tolist()
+        starts: list[float] = self._events("kernel").start_seconds.tolist()
         return starts
 
     @property
     def held_bytes(self) -> list[int]:
         """GPU bytes at the start of each kernel, in order."""
-        frame = self.timeline.to_pandas()
-        held: list[int] = frame[frame.what == "memory"].bytes.tolist()
+        held: list[int] = self._events("memory").bytes.tolist()
         return held
+
+    def _events(self, what: str) -> Events:
+        events = self.timeline.events
+        return events.take(events.what == what)
 
     @property
     def account(self) -> dict[str, float]:
@@ -254,7 +254,7 @@ class Simulated:
         return {name: s for name, s in self.timeline.account.items() if s}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def case() -> Callable[..., Case]:
     """The builder."""
     return Case
