@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
-from synthetic import HUNDRED_THOUSAND_KERNELS, SyntheticModel, synthetic_trace
 
 import teraio
 from teraio.contracts.hardware import HOST, Hardware
@@ -35,6 +35,11 @@ from teraio.planner.residency import resident_bytes
 from teraio.simulator import simulate
 from teraio.traces.lifetimes import InactivePeriods, inactive_periods
 from teraio.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from benchmarks.synthetic import HUNDRED_THOUSAND_KERNELS, SyntheticModel, synthetic_trace
+else:  # A script's own folder is on its path, the repository's root is not.
+    from synthetic import HUNDRED_THOUSAND_KERNELS, SyntheticModel, synthetic_trace
 
 _SMOKE = SyntheticModel(layers=4, micro_batches=4, vocabulary=32000)
 SMALLEST_MOVE_BYTES = 10**6
