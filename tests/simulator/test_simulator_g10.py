@@ -42,7 +42,7 @@ def test_evicting_the_furthest_beats_evicting_by_arrival(
     metadata = timeline.metadata
     assert metadata.steady
     assert metadata.peak_gpu_bytes <= 40 * GIB
-    assert arrival_order < trace.ideal_seconds / timeline.iteration_seconds <= 1
+    assert arrival_order < trace.ideal_seconds / timeline.iteration_seconds <= 1 + 1e-12
     if gib_read is not None:
         reads = sum(b for name, b in metadata.channel_bytes.items() if name.endswith("read"))
         assert reads < gib_read * GIB
