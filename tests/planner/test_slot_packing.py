@@ -1,0 +1,67 @@
+"""Packing of slots: disjoint in time and space on a cycle, and tight where that is possible."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from teraio.planner.slot_packing import align_up, pack_slots
+
+
+def taken_kernels(first: int, end: int, num_kernels: int) -> set[int]:
+    return {kernel % num_kernels for kernel in range(first, min(end, first + num_kernels))}
+
+
+def peak_bytes(first: list[int], end: list[int], size: list[int], num_kernels: int) -> int:
+    taken = [taken_kernels(f, e, num_kernels) for f, e in zip(first, end, strict=True)]
+    return max(
+        sum(s for s, t in zip(size, taken, strict=True) if k in t) for k in range(num_kernels)
+    )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_slots_that_meet_in_time_are_disjoint(seed: int) -> None:
+    """Random slots, wrapping and permanent ones among them, checked pair by pair."""
+    chance = random.Random(seed)
+    num_kernels = chance.randint(2, 15)
+    count = chance.randint(1, 14)
+    first = [chance.randrange(2 * num_kernels) for _ in range(count)]
+    end = [f + chance.randint(1, num_kernels) for f in first]
+    size = [chance.randint(1, 9) for _ in range(count)]
+    offset = pack_slots(np.array(first), np.array(end), np.array(size), num_kernels).tolist()
+    for i in range(count):
+        for j in range(i):
+            if taken_kernels(first[i], end[i], num_kernels) & taken_kernels(
+                first[j], end[j], num_kernels
+            ):
+                assert offset[i] + size[i] <= offset[j] or offset[j] + size[j] <= offset[i]
+    arena_bytes = max(o + s for o, s in zip(offset, size, strict=True))
+    assert peak_bytes(first, end, size, num_kernels) <= arena_bytes <= sum(size)
+
+
+def test_bytes_are_used_again_as_soon_as_they_are_given_back() -> None:
+    """Optimum 10: [0, 3), [3, 6) and [6, 10) of one size follow each other on the same bytes."""
+    offset = pack_slots(np.array([0, 3, 6]), np.array([3, 6, 10]), np.array([10, 10, 10]), 10)
+    assert offset.tolist() == [0, 0, 0]
+
+
+def test_wrapping_slot_keeps_its_place_from_both_sides_of_the_cut() -> None:
+    """A is taken in 8, 9, 0 and 1, B in 1..8: they meet, so the arena is 12, whatever the cut."""
+    offset = pack_slots(np.array([8, 1]), np.array([12, 9]), np.array([5, 7]), 10)
+    assert sorted([(offset[0], offset[0] + 5), (offset[1], offset[1] + 7)]) in (
+        [(0, 5), (5, 12)],
+        [(0, 7), (7, 12)],
+    )
+
+
+def test_no_slots_need_no_bytes() -> None:
+    """An empty plan packs to an empty array."""
+    empty = np.empty(0, dtype=np.int64)
+    assert len(pack_slots(empty, empty, empty, 5)) == 0
+
+
+def test_alignment_rounds_up() -> None:
+    """0, 1, 512 and 513 bytes in blocks of 512."""
+    assert align_up(np.array([0, 1, 512, 513]), 512).tolist() == [0, 512, 512, 1024]
