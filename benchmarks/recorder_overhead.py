@@ -82,7 +82,8 @@ def print_cost_per_step(name: str, device: str, steps: int) -> None:
             if session.done:
                 break
     trace = session.trace
-    base, cost = statistics.median(plain[1:]), statistics.median(recorded[1:3])
+    # After the second step the recorder has found the steady state and starts to measure more.
+    base, cost = statistics.median(plain[1:]), statistics.mean(recorded[:2])
     print(f"plain step {format_seconds(base)}, recorded {format_seconds(cost)}: {cost / base:.4f}x")
     print(f"all recorded steps: {', '.join(map(format_seconds, recorded))}")
     print(f"{trace.num_kernels} kernels, ideal iteration {format_seconds(trace.ideal_seconds)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -46,7 +46,8 @@ class AllocatorWatch:
 
     def _peak_bytes(self) -> int:
         windows, changes = [], []
-        for event in self._profiler.kineto_results.events():
+        profiled: Any = self._profiler.kineto_results
+        for event in profiled.events():
             if event.name() == "[memory]":
                 changes.append((event.start_ns(), event.nbytes()))
             elif event.name() == _MARK:

@@ -5,6 +5,10 @@ takes time of its own on the stream: measured once. Where the device had caught 
 the first event passes long before its kernel is launched: the launch is no kernel time. And the
 recorder slows the host down, so that the device waits where it would not have waited: the gaps are
 those of a host that launches at its own pace, followed through the iteration.
+
+Where the device sets the pace, the sum is within 1 % of an unwatched iteration (H200, Llamas of 0.7
+and 3.4 billion parameters). Where the host does, it is up to twice as long: a Python dispatch mode
+also slows down what lies between operators.
 """
 
 from __future__ import annotations
