@@ -37,7 +37,7 @@ from typing import Any
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.errors import CapacityError
-from teraio.planner.greedy_search import PATIENCES, GreedySearch, Selection
+from teraio.planner.greedy_search import GreedySearch, Selection
 from teraio.planner.plan_building import build_plan
 from teraio.traces.trace import Trace
 
@@ -76,8 +76,8 @@ def _best_variant(
         moves = search.draft(selection, prefetch_early=prefetch_early)
         return build_plan(trace, moves, hardware, planner="greedy", options=chosen)
 
-    for margin, patience in product(_HOST_MARGINS, PATIENCES):
-        if best is not None and (patience == PATIENCES[0] or _is_ideal(best[0])):
+    for margin, patience in product(_HOST_MARGINS, search.patiences):
+        if best is not None and (patience == search.patiences[0] or _is_ideal(best[0])):
             break
         for selection in search.selections(patience, margin):
             try:

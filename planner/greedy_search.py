@@ -96,6 +96,12 @@ class GreedySearch:
         """Whether nothing needs to leave."""
         return bool((self.resident <= self.capacity_bytes).all())
 
+    @property
+    def patiences(self) -> tuple[float, ...]:
+        """(5) Those that make a difference: with one tier there is nothing to wait for."""
+        has_ssd = bool(self.hardware.ssds_of_rank(self.trace.metadata.rank))
+        return PATIENCES if has_ssd and self.hardware.host.memory_bytes > 0 else PATIENCES[:1]
+
     def selections(self, patience: float, host_margin: float) -> Iterator[Selection]:
         """(1 to 7) What to move, with the fallback's two readings where it is needed at all.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +115,11 @@ def one_tensor(make_trace: Callable[..., Trace]) -> Trace:
         [("A", 100, 0, 5), ("B", 100, 2, 3)],
         [(0, "A", "w"), (5, "A", "r"), (2, "B", "w"), (3, "B", "r")],
     )
+
+
+@pytest.fixture(scope="session")
+def import_g10() -> Callable[[Path], Trace]:
+    """The importer of G10's traces, each file read once."""
+    from teraio.traces.importers.g10 import import_g10
+
+    return lru_cache(maxsize=None)(import_g10)

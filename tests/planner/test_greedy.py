@@ -203,7 +203,7 @@ def budgets(trace: Trace, make_hardware: MakeHardware, share: float) -> tuple[in
     seed=st.integers(0, 10**6),
     share=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
     host_bytes=st.sampled_from([0, 100, 10**6]),
-    num_ssds=st.sampled_from([1, 2]),
+    num_ssds=st.sampled_from([0, 1, 2]),
     ssd_rate=st.sampled_from([20.0, 1000.0]),
 )
 def test_plans_of_random_traces_are_valid_and_fit(
