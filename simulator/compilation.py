@@ -36,7 +36,10 @@ def compiled_and_cached(function: Function) -> Function:
     does. A name that changes with any source file of the package gives each version its own file.
     """
     function.__qualname__ += f"_{source_fingerprint()[:16]}"
-    return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
+    try:
+        return cast(Function, numba.njit(cache=True, nogil=True, **_OPTIONS)(function))
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        return cast(Function, numba.njit(nogil=True, **_OPTIONS)(function))
 
 
 def source_fingerprint() -> str:

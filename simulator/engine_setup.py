@@ -36,7 +36,7 @@ _LARGEST_TABULATED_CHANNELS = 12
 
 
 def build_engine(trace: Trace, plan: Plan | None, machine: Machine, *, record: bool) -> Engine:
-    """An engine in the state of the cold start (DESIGN: Placement).
+    """An engine in the state of the cold start (DESIGN: Placement), which follows from the moves.
 
     Residency is tracked only if the plan (or without one, the trace) does not fit in index space.
     Raises InputError for a plan that is not this trace's, InfeasibleError for a kernel that needs
@@ -170,10 +170,11 @@ def _empty_log(trace: Trace, queues: Queues, is_paged: bool) -> RecordArray:
     Per kernel its run, a memory sample and two stalls; per entry of a queue a transfer, twice if
     those of the iteration before are late. Off plan a storage is fetched at most once per access,
     and evicted at most once per arrival, birth or crossing of the cut; each may split a transfer.
+    Pages of the array that are never written cost no memory.
     """
     most = 4 * trace.num_kernels + 2 * len(queues.entries)
     if is_paged:
         fetches = len(trace.accesses)
-        evictions = fetches + len(queues.entries) + 2 * len(trace.storages)
+        evictions = fetches + 2 * len(queues.entries) + 2 * len(trace.storages)
         most += 2 * (fetches + evictions)
     return np.empty(most, dtype=EVENT)

@@ -18,10 +18,10 @@ def log_event(
     nbytes: int,
     cause: int,
 ) -> None:
-    """Append an event, unless nothing is recorded."""
-    if engine.log.size == 0:
-        return
+    """Append an event, unless nothing is recorded (a log that is to be written is long enough)."""
     stream = engine.stream[0]
+    if stream.num_events == engine.log.size:
+        return
     event = engine.log[stream.num_events]
     stream.num_events += 1
     event.what = what

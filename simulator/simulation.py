@@ -59,7 +59,7 @@ def simulate(
     rank = trace.metadata.rank if plan is None else plan.metadata.rank
     machine = _machine(plan, hardware, gpu_memory, host_memory, rank)
     engine = build_engine(trace, plan, machine, record=record)
-    cycle = find_cycle(engine, max_iterations, partial(_failure, trace, machine), progress)
+    cycle = find_cycle(engine, max_iterations, partial(failure_of, trace, machine), progress)
     host_room_bytes = int(overflow_room(plan, machine)[0])
     events = build_events(cycle, machine, rank) if record else Events.empty()
     metadata = build_metadata(
@@ -92,7 +92,7 @@ def _machine(
     return machine_arrays(as_hardware(hardware).with_budgets(gpu_memory, host_memory), rank)
 
 
-def _failure(trace: Trace, machine: Machine, engine: Engine, failure: int) -> Exception:
+def failure_of(trace: Trace, machine: Machine, engine: Engine, failure: int) -> Exception:
     """What stopped the engine, as an error that a user can act on."""
     stream = engine.stream[0]
     kernel, op = int(stream["current"]), trace.kernels.op[stream["current"]]

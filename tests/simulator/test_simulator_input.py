@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.errors import InputError
 from teraio.simulator import simulate
+from teraio.simulator.engine_setup import build_engine
 from teraio.simulator.machine_arrays import machine_arrays
+from teraio.simulator.simulation import failure_of
+from teraio.simulator.steady_state import find_cycle
 from teraio.traces.trace import Trace
 
 CaseBuilder = Callable[..., Any]
+
+SSD_READ = 2
 
 
 def five_kernels(case: CaseBuilder) -> Any:
@@ -147,3 +153,23 @@ def test_the_shared_small_plan_runs(
     assert np.isclose(
         sum(timeline.account.values()), timeline.iteration_seconds, rtol=0, atol=1e-12
     )
+
+
+def test_engine_that_cannot_go_on_says_what_it_waits_for(case: CaseBuilder) -> None:
+    """Never a hang: a requirement that no transfer meets is an error with kernel and storage."""
+    c = five_kernels(case)
+    machine = machine_arrays(c.hardware, 0)
+    engine = build_engine(c.trace, c.plan, machine, record=False)
+    engine.required[4, SSD_READ] = 99
+    with pytest.raises(InputError, match=r"plan: kernel 4 \(op4\) waits for storage 0"):
+        find_cycle(engine, 8, partial(failure_of, c.trace, machine), None)
+
+
+def test_progress_can_stop_a_simulation(case: CaseBuilder) -> None:
+    """An exception in the callback reaches the caller."""
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        five_kernels(case).simulate(progress=stop)
