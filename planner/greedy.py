@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from teraio.contracts.hardware import Hardware
@@ -69,30 +68,32 @@ def _best_variant(
     trace: Trace, hardware: Hardware, search: GreedySearch, options: dict[str, Any]
 ) -> Plan:
     best: tuple[Plan, Selection] | None = None
-    error = CapacityError("no tier has room for what must leave the GPU")
+    error: CapacityError | None = None
 
     def build(selection: Selection, prefetch_early: bool) -> Plan:
         chosen = options | selection.options | {"prefetch_early": prefetch_early}
         moves = search.draft(selection, prefetch_early=prefetch_early)
         return build_plan(trace, moves, hardware, planner="greedy", options=chosen)
 
-    for margin, patience in product(_HOST_MARGINS, search.patiences):
-        if best is not None and (patience == search.patiences[0] or _is_ideal(best[0])):
-            break
-        for selection in search.selections(patience, margin):
-            try:
-                plan = build(selection, prefetch_early=True)
-            except CapacityError as caught:
-                error = caught
-                continue
-            if best is None or plan.predicted_seconds < best[0].predicted_seconds:
-                best = plan, selection
-    if best is None:
-        raise error
-    if _is_ideal(best[0]):
-        return best[0]
-    late = build(best[1], prefetch_early=False)
-    return min(best[0], late, key=lambda plan: plan.predicted_seconds)
+    for margin in _HOST_MARGINS:
+        for patience in search.patiences:
+            chosen = search.choose(patience, margin)
+            for reading in chosen.readings:
+                try:
+                    selection = search.select(chosen, reading)
+                    plan = build(selection, prefetch_early=True)
+                except CapacityError as caught:
+                    error = error or caught
+                    continue
+                if best is None or plan.predicted_seconds < best[0].predicted_seconds:
+                    best = plan, selection
+                if _is_ideal(plan):
+                    return plan
+        if best is not None:
+            late = build(best[1], prefetch_early=False)
+            return min(best[0], late, key=lambda plan: plan.predicted_seconds)
+    assert error is not None, "every variant ends in a plan or in an error"
+    raise error
 
 
 def _is_ideal(plan: Plan) -> bool:

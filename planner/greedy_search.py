@@ -5,16 +5,15 @@ Numbers in brackets are the steps of :mod:`teraio.planner.greedy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from teraio.contracts.hardware import HOST, Hardware
 from teraio.contracts.plan import Moves
 from teraio.contracts.table import IntArray
-from teraio.errors import InfeasibleError
+from teraio.errors import CapacityError, InfeasibleError
 from teraio.planner.candidates import Candidates, find_candidates
 from teraio.planner.channel_reservations import (
     Reservations,
@@ -44,6 +43,21 @@ PATIENCES = (0.0, 0.8, 1.0)
 
 MAX_BINS = 8192
 """Bins of the ideal timeline; traces with no more kernels are planned kernel by kernel."""
+
+
+READINGS = ("planned windows", "longest absences")
+"""How long the periods of steps 1 to 6 are away while the fallback adds others (7)."""
+
+_STUCK = FITS - 1
+
+
+class Chosen(NamedTuple):
+    """What steps 1 to 6 leave: the choice, the booked channels, and the readings to try."""
+
+    choice: Choice
+    channels: Reservations
+    patience: float
+    readings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -102,27 +116,43 @@ class GreedySearch:
         has_ssd = bool(self.hardware.ssds_of_rank(self.trace.metadata.rank))
         return PATIENCES if has_ssd and self.hardware.host.memory_bytes > 0 else PATIENCES[:1]
 
-    def selections(self, patience: float, host_margin: float) -> Iterator[Selection]:
-        """(1 to 7) What to move, with the fallback's two readings where it is needed at all.
-
-        ``host_margin`` is the share of the host budget to plan with. Yields nothing where the
-        tiers have too little room.
+    def choose(self, patience: float, host_margin: float) -> Chosen:
+        """(1 to 6) What transfers in time can relieve; ``host_margin`` is the share of the host
+        budget to plan with.
         """
         channels, choice = self._open_channels(), self._open_choice(host_margin)
         highest = np.maximum.reduceat(self.resident, self.bins.first_kernel[:-1])
         pressure = open_pressure(highest - self.capacity_bytes, self.bins.seconds)
         choose_by_benefit(self.candidates, choice, channels, pressure, patience)
         rows = choice.chosen_rows()
-        over = self._resident_with(rows, self._chosen_windows(rows, choice)) - self.capacity_bytes
-        readings = ["planned windows"]
-        if (over > 0).any():
-            readings.append("longest absences")
-        for reading in readings:
-            selected = self._complete(choice.copy(), channels.copy(), reading)
-            if selected is not None:
-                options = {"patience": patience, "fallback": reading}
-                planned = self._planned_windows(selected.chosen_rows(), selected)
-                yield Selection(selected, planned, options)
+        resident = self._resident_with(rows, self._chosen_windows(rows, choice))
+        readings = READINGS if (resident > self.capacity_bytes).any() else READINGS[:1]
+        return Chosen(choice, channels, patience, readings)
+
+    def select(self, chosen: Chosen, reading: str) -> Selection:
+        """(7) The choice with what the fallback adds to it.
+
+        Raises CapacityError that names the kernel for which the tiers are too small.
+        """
+        choice, channels = chosen.choice.copy(), chosen.channels.copy()
+        rows = choice.chosen_rows()
+        kernel = _STUCK
+        if reading == READINGS[0]:
+            resident = self._resident_with(rows, self._chosen_windows(rows, choice))
+            kernel = self._relieve(choice, channels, resident)
+            # If no period is left to add, those chosen must leave for longer.
+            rows = choice.chosen_rows()
+        if kernel != FITS:
+            resident = self._resident_with(rows, longest_windows(self.candidates, rows))
+            kernel = self._relieve(choice, channels, resident)
+        if kernel != FITS:
+            raise CapacityError(
+                f"kernel {kernel} ({self.trace.kernels.op[kernel]}): neither host nor SSDs have "
+                "room for what must leave the GPU before it; give them more, or the GPU"
+            )
+        options = {"patience": chosen.patience, "fallback": reading}
+        planned = self._planned_windows(choice.chosen_rows(), choice)
+        return Selection(choice, planned, options)
 
     def draft(self, selection: Selection, *, prefetch_early: bool) -> Moves:
         """(8) Moves with their final times."""
@@ -135,23 +165,10 @@ class GreedySearch:
         kept = Windows(windows.free_by[needed], windows.prefetch_start[needed])
         return self._moves(rows[needed], selection.choice, kept)
 
-    def _complete(self, choice: Choice, channels: Reservations, reading: str) -> Choice | None:
-        """(7) The choice with what the fallback adds to it; None if the tiers are too small."""
-        rows = choice.chosen_rows()
-        longest = longest_windows(self.candidates, rows)
-        if reading == "planned windows":
-            over = self._resident_with(rows, self._chosen_windows(rows, choice))
-            if (
-                relieve_remaining(self.candidates, choice, channels, over - self.capacity_bytes)
-                == FITS
-            ):
-                return choice
-            # No period is left to add, so those chosen must leave for longer.
-            rows = choice.chosen_rows()
-            longest = longest_windows(self.candidates, rows)
-        over = self._resident_with(rows, longest) - self.capacity_bytes
-        fits = relieve_remaining(self.candidates, choice, channels, over) == FITS
-        return choice if fits else None
+    def _relieve(self, choice: Choice, channels: Reservations, resident: IntArray) -> int:
+        """Add periods until every kernel fits; FITS, or the kernel that cannot."""
+        over = resident - self.capacity_bytes
+        return int(relieve_remaining(self.candidates, choice, channels, over))
 
     def _open_channels(self) -> Reservations:
         rank = self.trace.metadata.rank
