@@ -5,10 +5,22 @@ from __future__ import annotations
 from teraio.contracts.table import IntArray
 from teraio.errors import InputError
 from teraio.profiler.segments import Segment
-from teraio.profiler.steady import REMEMBERED_SEGMENTS, Steady, find_difference, find_steady
+from teraio.profiler.steady import (
+    REMEMBERED_SEGMENTS,
+    Difference,
+    Steady,
+    find_difference,
+    find_steady,
+)
 
 TIMED_ITERATIONS = 3
 """Steady iterations whose times are kept; a trace holds their median."""
+
+STRICT_SEGMENTS = 8
+"""Segments after which iterations that differ in shapes only are taken to be alike."""
+
+_HOPELESS_SEGMENTS = 32
+"""Segments after which nothing alike will be found either."""
 
 _MAX_METERED_ATTEMPTS = 3
 _MAX_KERNELS_KEPT = 1_000_000
@@ -20,6 +32,7 @@ class Recording:
     The template, that is the iteration that becomes the trace, is the first of the two equal
     iterations that ended the search; lifetimes that reach into the next are taken from that.
     ``awaited_optimizers`` (by id) exist but may not have stepped yet, as in adversarial training.
+    ``shape_difference``: where iterations differ in shapes, if they are alike in all else only.
     """
 
     def __init__(self) -> None:
@@ -28,6 +41,7 @@ class Recording:
         self.timed: list[int] = []
         self.workspace_bytes: IntArray | None = None
         self.awaited_optimizers: set[int] | None = None
+        self.shape_difference: Difference | None = None
         self._optimizers_seen: set[int] = set()
         self._metered_attempts = 0
         self._has_given_up = False
@@ -64,7 +78,7 @@ class Recording:
     def is_complete(self) -> bool:
         """Whether further iterations would add nothing, or have long ceased to."""
         if self.steady is None:
-            return False
+            return len(self.segments) >= _HOPELESS_SEGMENTS
         if len(self.segments) >= self.steady.start + REMEMBERED_SEGMENTS * self.steady.period:
             return True
         has_workspace = self.workspace_bytes is not None or self._is_workspace_out_of_reach
@@ -83,7 +97,7 @@ class Recording:
             self._optimizers_seen.add(segment.optimizer)
             self.steady = None
         if self.steady is None:
-            self._begin_steady(find_steady(self.segments))
+            self._begin_steady(self._find_steady())
             return
         period = self.steady.period
         if len(self.segments) % period:
@@ -91,13 +105,30 @@ class Recording:
         first = len(self.segments) - period
         reference = self.steady.start + period
         self._metered_attempts += is_metered
-        if find_difference(self.segments, reference, first, period) is None:
+        if self._difference(reference, first, period) is None:
             if is_metered:
                 self.workspace_bytes = workspace_bytes
             else:
                 self.timed.append(first)
         else:
             self._search_again()
+
+    def _find_steady(self) -> Steady | None:
+        found = find_steady(self.segments)
+        if found is not None:
+            self.shape_difference = None
+        elif len(self.segments) >= STRICT_SEGMENTS:
+            found = find_steady(self.segments, is_loose=True)
+            if found is not None:
+                second = found.start + found.period
+                self.shape_difference = find_difference(
+                    self.segments, found.start, second, found.period
+                )
+        return found
+
+    def _difference(self, first: int, second: int, period: int) -> Difference | None:
+        is_loose = self.shape_difference is not None
+        return find_difference(self.segments, first, second, period, is_loose=is_loose)
 
     def _begin_steady(self, steady: Steady | None) -> None:
         if steady is not None:
@@ -110,7 +141,7 @@ class Recording:
         # An iteration that differs is passed over, unless another period explains it, or the two
         # alike that were found so far were themselves the exception (two skipped steps in a row).
         assert self.steady is not None
-        found = find_steady(self.segments)
+        found = self._find_steady()
         is_unconfirmed = len(self.timed) <= 2 and self.workspace_bytes is None
         if found is not None and (is_unconfirmed or found.period != self.steady.period):
             self._begin_steady(found)

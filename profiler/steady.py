@@ -4,6 +4,9 @@ Two segments are the same if their kernels, signatures, accesses and births are.
 compared by what they are to the iteration: the same one, or born at the same place as many segments
 ago. Two kinds of difference are none: a storage left over from an iteration that is not compared
 itself (the step before the first steady one), and input data that the script reads from a list.
+
+Where shapes depend on the data (experts, packed sequences) no two segments are equal. Compared
+loosely, only operators, their arguments and the places of births count, not shapes and sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Difference:
         )
 
 
-def find_steady(segments: Sequence[Segment | None]) -> Steady | None:
+def find_steady(segments: Sequence[Segment | None], *, is_loose: bool = False) -> Steady | None:
     """The smallest period whose last two groups of segments, aligned to it, are equal."""
     count = len(segments)
     for period in range(1, count // 2 + 1):
@@ -55,7 +58,7 @@ def find_steady(segments: Sequence[Segment | None]) -> Steady | None:
         start = count - 2 * period
         if not _has_every_optimizer(segments, period):
             continue
-        if find_difference(segments, start, start + period, period) is None:
+        if find_difference(segments, start, start + period, period, is_loose=is_loose) is None:
             return Steady(start, period)
     return None
 
@@ -67,22 +70,30 @@ def _has_every_optimizer(segments: Sequence[Segment | None], period: int) -> boo
 
 
 def find_difference(
-    segments: Sequence[Segment | None], first: int, second: int, period: int
+    segments: Sequence[Segment | None],
+    first: int,
+    second: int,
+    period: int,
+    *,
+    is_loose: bool = False,
 ) -> Difference | None:
     """First difference between the iterations of ``period`` segments from ``first`` and ``second``.
 
-    None if they are equal. Segments that are no longer kept differ from everything.
+    None if they are equal. Segments that are no longer kept differ from everything. ``is_loose``:
+    shapes and sizes do not count.
     """
     pairs = list(zip(segments[first : first + period], segments[second:], strict=False))
     for a, b in pairs:
         if a is None or b is None:
             return Difference(first, second, 0, "", "", "no longer recorded")
-        if a.signatures != b.signatures:
+        if a.operators != b.operators or not (is_loose or a.signatures == b.signatures):
             return _compare_kernels(a, b)
     for a, b in pairs:
         assert a is not None
         assert b is not None
-        difference = _compare_births(a, b) or _compare_accesses(a, b, first, second)
+        difference = _compare_births(a, b, is_loose=is_loose) or _compare_accesses(
+            a, b, first, second, is_loose=is_loose
+        )
         if difference is not None:
             return difference
     return None
@@ -107,10 +118,10 @@ def _difference(a: Segment, b: Segment, kernel: int, what: str) -> Difference:
     return Difference(a.index, b.index, kernel, operator, module, what)
 
 
-def _compare_births(a: Segment, b: Segment) -> Difference | None:
+def _compare_births(a: Segment, b: Segment, *, is_loose: bool) -> Difference | None:
     for x, y in zip(a.births, b.births, strict=False):
-        place_x = (x.birth_kernel, x.birth_ordinal, x.nbytes)
-        place_y = (y.birth_kernel, y.birth_ordinal, y.nbytes)
+        place_x = (x.birth_kernel, x.birth_ordinal, is_loose or x.nbytes)
+        place_y = (y.birth_kernel, y.birth_ordinal, is_loose or y.nbytes)
         if place_x != place_y:
             kernel = min(x.birth_kernel, y.birth_kernel)
             return _difference(a, b, kernel, "other storages are created")
@@ -121,7 +132,9 @@ def _compare_births(a: Segment, b: Segment) -> Difference | None:
     return None
 
 
-def _compare_accesses(a: Segment, b: Segment, first: int, second: int) -> Difference | None:
+def _compare_accesses(
+    a: Segment, b: Segment, first: int, second: int, *, is_loose: bool
+) -> Difference | None:
     x, y = a.accesses, b.accesses
     assert x is not None
     assert y is not None
@@ -139,14 +152,16 @@ def _compare_accesses(a: Segment, b: Segment, first: int, second: int) -> Differ
         & (x.birth_ordinal == y.birth_ordinal)
     )
     for row in np.flatnonzero(~same).tolist():
-        if not _is_excused(x, y, row, first, second):
+        if not _is_excused(x, y, row, first, second, is_loose=is_loose):
             return _difference(a, b, int(x.kernel[row]), "it touches storages of another origin")
     return None
 
 
-def _is_excused(x: SegmentAccesses, y: SegmentAccesses, row: int, first: int, second: int) -> bool:
+def _is_excused(
+    x: SegmentAccesses, y: SegmentAccesses, row: int, first: int, second: int, *, is_loose: bool
+) -> bool:
     a, b = x.records[row], y.records[row]
-    if a.nbytes != b.nbytes:
+    if a.nbytes != b.nbytes and not is_loose:
         return False
     if a.is_foreign and b.is_foreign:
         return not a.name and not b.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from teraio.contracts.plan import Accesses
 from teraio.contracts.table import MISSING, FloatArray, IntArray, TextArray
+from teraio.errors import OffloadWarning
 from teraio.profiler.dispatch import READ, WRITE
 from teraio.profiler.lifetimes import Cycle, CycleBuilder, Row
 from teraio.profiler.recorder import Recorder
@@ -228,12 +230,22 @@ def _metadata(recorder: Recorder, kernels: Kernels, model: str, kept_bytes: int)
         optimizer=", ".join(dict.fromkeys(type(o).__name__ for o in optimizers)),
         optimizer_implementation=_optimizer_implementation(kernels),
         attention_kernel=_attention_kernel(kernels),
-        known_differences=(
-            [f"the script keeps {kept_bytes} bytes of each iteration for ever; they count once"]
-            if kept_bytes
-            else []
-        ),
+        known_differences=_known_differences(recorder, kept_bytes),
     )
+
+
+def _known_differences(recorder: Recorder, kept_bytes: int) -> list[str]:
+    differences = []
+    if kept_bytes:
+        differences.append(
+            f"the script keeps {kept_bytes} bytes of each iteration for ever; they count once"
+        )
+    by_shape = recorder.recording.shape_difference
+    if by_shape is not None:
+        text = f"shapes depend on the data, and this is one iteration of many: {by_shape}"
+        differences.append(text)
+        warnings.warn(f"{text}; what a plan misses is fetched on demand", OffloadWarning, 3)
+    return differences
 
 
 def _rank_and_world_size() -> tuple[int, int]:

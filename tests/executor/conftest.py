@@ -93,25 +93,12 @@ class Case:
     def trace(self) -> Trace:
         """One steady iteration."""
         model, optimizer = self.build()
-        if self.model == "tiny-moe":
-            return self._trace_of_frozen_router(model, optimizer)
         with teraio.profile(model, optimizer, bucket_bytes=BUCKET_BYTES) as profile:
             number = 0
             while not profile.done:
                 self.step(model, optimizer, number)
                 profile.step()
                 number += 1
-        return profile.trace
-
-    def _trace_of_frozen_router(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Trace:
-        """Tokens are routed by data: only the same batch on the same weights is steady."""
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        with teraio.profile(model, optimizer, bucket_bytes=BUCKET_BYTES) as profile:
-            while not profile.done:
-                self.step(model, optimizer, 0)
         return profile.trace
 
     def executed(self, plan: Plan, steps: int = STEPS, **options: Any) -> tuple[Outcome, RunReport]:

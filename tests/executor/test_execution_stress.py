@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from teraio.errors import OffloadWarning
 from teraio.planner.policies.evict_everything import evict_everything
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,14 +34,17 @@ CASES: dict[str, dict[str, Any]] = {
 def test_evict_everything_changes_nothing(name: str, case: Any, machine: Any) -> None:
     """Losses, parameters and optimizer state are bit-identical over both stores, without a miss."""
     training = case(**CASES[name])
-    plain, trace = training.plain(), training.trace()
+    is_data_dependent = training.model == "tiny-moe"
+    plain = training.plain()
+    with pytest.warns(OffloadWarning, match="shapes") if is_data_dependent else nullcontext():
+        trace = training.trace()
     for tiers in ("host", "ssd"):
         plan = evict_everything(trace, machine(), tiers=tiers)
         assert len(plan.moves) > 100
         outcome, report = training.executed(plan)
         plain.assert_same(outcome)
         assert report.warm_up_steps == 1
-        if training.model == "tiny-moe":
+        if is_data_dependent:
             # Experts depend on the data: kernels differ from the trace, and are counted.
             assert report.drift > 0
         else:
