@@ -10,8 +10,8 @@ from __future__ import annotations
 from teraio.simulator.compilation import compiled
 from teraio.simulator.state import NEVER, RESIDENT, Engine
 
-ENTRIES_PER_STORAGE = 4
-"""Length of the heap over the number of storages; see :func:`drop_outdated`."""
+ENTRIES_PER_STORAGE = 2
+"""Length of the heap over the number of storages: half of a full heap is outdated."""
 
 
 @compiled
@@ -21,13 +21,14 @@ def comes_first(key: int, storage: int, other_key: int, other_storage: int) -> b
 
 
 @compiled
-def push_resident(engine: Engine, storage: int) -> None:
-    """Enter a resident storage with its next access."""
-    stream = engine.stream[0]
+def push_resident(engine: Engine, index: int) -> None:
+    """Enter a resident storage with its next access; its entry before is outdated."""
+    stream, storage = engine.stream[0], engine.storages[index]
     if stream.heap_size == engine.heap.size:
         drop_outdated(engine)
+    storage.num_pushes += 1
     stream.heap_size += 1
-    rise(engine, stream.heap_size - 1, engine.storages[storage].next_access, storage)
+    rise(engine, stream.heap_size - 1, storage.next_access, index, storage.num_pushes)
 
 
 @compiled
@@ -45,7 +46,7 @@ def is_current(engine: Engine, row: int) -> bool:
     """Whether an entry still says the truth about its storage."""
     entry = engine.heap[row]
     storage = engine.storages[entry.storage]
-    return bool(storage.status == RESIDENT and storage.next_access == entry.key)
+    return bool(storage.status == RESIDENT and storage.num_pushes == entry.push)
 
 
 @compiled
@@ -55,11 +56,11 @@ def pop_top(engine: Engine) -> None:
     stream.heap_size -= 1
     if stream.heap_size > 0:
         last = engine.heap[stream.heap_size]
-        sink(engine, 0, last.key, last.storage)
+        sink(engine, 0, last.key, last.storage, last.push)
 
 
 @compiled
-def rise(engine: Engine, hole: int, key: int, storage: int) -> None:
+def rise(engine: Engine, hole: int, key: int, storage: int, push: int) -> None:
     """Place an entry at or above an empty position."""
     heap = engine.heap
     while hole > 0:
@@ -68,12 +69,11 @@ def rise(engine: Engine, hole: int, key: int, storage: int) -> None:
             break
         heap[hole] = heap[parent]
         hole = parent
-    heap[hole].key = key
-    heap[hole].storage = storage
+    set_entry(engine, hole, key, storage, push)
 
 
 @compiled
-def sink(engine: Engine, hole: int, key: int, storage: int) -> None:
+def sink(engine: Engine, hole: int, key: int, storage: int, push: int) -> None:
     """Place an entry at or below an empty position."""
     heap, size = engine.heap, engine.stream[0].heap_size
     while 2 * hole + 1 < size:
@@ -86,17 +86,21 @@ def sink(engine: Engine, hole: int, key: int, storage: int) -> None:
             break
         heap[hole] = heap[child]
         hole = child
-    heap[hole].key = key
-    heap[hole].storage = storage
+    set_entry(engine, hole, key, storage, push)
+
+
+@compiled
+def set_entry(engine: Engine, row: int, key: int, storage: int, push: int) -> None:
+    """Write an entry."""
+    entry = engine.heap[row]
+    entry.key = key
+    entry.storage = storage
+    entry.push = push
 
 
 @compiled
 def drop_outdated(engine: Engine) -> None:
-    """Keep current entries only and restore the heap.
-
-    A storage has at most three: from its access, from the end of its offload, from the arrival of
-    its prefetch. The heap is longer than that, so each call makes room for many pushes.
-    """
+    """Keep current entries only, one per storage at most, and restore the heap."""
     stream, heap, kept = engine.stream[0], engine.heap, 0
     for row in range(stream.heap_size):
         if is_current(engine, row):
@@ -104,8 +108,9 @@ def drop_outdated(engine: Engine) -> None:
             kept += 1
     stream.heap_size = kept
     for row in range(kept // 2 - 1, -1, -1):
-        key, storage = heap[row].key, heap[row].storage
-        sink(engine, row, key, storage)
+        entry = heap[row]
+        key, storage, push = entry.key, entry.storage, entry.push
+        sink(engine, row, key, storage, push)
 
 
 @compiled

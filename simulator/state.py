@@ -66,9 +66,10 @@ ACCESS = _record("storage writes next_access")
 """``next_access``: unrolled kernel of the access that follows, or NEVER."""
 
 STORAGE = _record(
-    "allocated_bytes nbytes is_movable next_at_birth first_copy status next_access overflow_device"
+    "allocated_bytes nbytes is_movable next_at_birth first_copy status next_access overflow_device "
+    "num_pushes"
 )
-"""One more record than storages, which ends the last one's copies."""
+"""One more record than storages, which ends the last one's copies; ``num_pushes`` into the heap."""
 
 MOVE = _record("storage copy is_tail writes state is_withdrawn is_accepted")
 """``is_withdrawn``: its entry in a write queue is to be skipped; ``is_accepted``: its prefetch has
@@ -99,7 +100,8 @@ ENTRY = _record("move storage nbytes trigger for_kernel")
 LINK = _record("", "solo_rate duplex_rate left share")
 """One direction of the GPU's link; ``left`` and ``share`` are scratch of the filling."""
 
-HEAP_ENTRY = _record("key storage")
+HEAP_ENTRY = _record("key storage push")
+"""``push``: which of the storage's it was; only the latest entry of a storage counts."""
 
 EVENT = _record("what kernel storage channel start end nbytes cause")
 
