@@ -23,7 +23,6 @@ from teraio.executor.read_guard import ReadGuard
 from teraio.executor.residency import Residency
 from teraio.executor.schedule import prepare_schedule
 from teraio.executor.tiers import Tiers, open_tiers
-from teraio.profiler.operators import DEFAULT_BUCKET_BYTES
 from teraio.profiler.scripts import run_script as run_training_script
 from teraio.units import parse_bytes
 
@@ -179,7 +178,7 @@ class Execution:
             Placement(self.plan),
             device_type=self._device_type,
             optimizer_steps=max(metadata.optimizer_steps, 1),
-            bucket_bytes=metadata.bucket_bytes or DEFAULT_BUCKET_BYTES,
+            bucket_bytes=metadata.bucket_bytes,
             stops_on_drift=self._stops_on_drift,
         )
         for model in self._models:

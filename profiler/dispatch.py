@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraio.profiler.names import NameBook
 from teraio.profiler.operators import (
-    DEFAULT_BUCKET_BYTES,
+    AUTOMATIC_BUCKETS,
     Operator,
     OperatorKind,
     SignatureBook,
@@ -93,7 +93,7 @@ class KernelMode(TorchDispatchMode):
         *,
         device_type: str = "cpu",
         optimizer_steps: int = 1,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = AUTOMATIC_BUCKETS,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernel = 0

@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
-DEFAULT_BUCKET_BYTES = 32 * 2**20
+AUTOMATIC_BUCKETS = 0
+"""As a bucket size: a sixteenth of the list, within the bounds below."""
+
+_SMALLEST_AUTOMATIC_BYTES = 256 * 2**10
+_LARGEST_AUTOMATIC_BYTES = 128 * 2**20
+"""Large enough that launching a bucket costs a GPU nothing, small beside any GPU's memory."""
 
 
 class OperatorKind(Enum):
@@ -187,10 +192,16 @@ def list_length(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def bucket_bounds(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[tuple[int, int]]:
-    """Cut a tensor list into runs of at most ``bucket_bytes`` (one tensor may exceed it alone)."""
+    """Cut a tensor list into runs of at most ``bucket_bytes`` (one tensor may exceed it alone).
+
+    AUTOMATIC_BUCKETS depends on nothing but the list, so recorder and executor cut alike.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    if bucket_bytes == AUTOMATIC_BUCKETS:
+        share = sum(sizes) // 16
+        bucket_bytes = min(max(share, _SMALLEST_AUTOMATIC_BYTES), _LARGEST_AUTOMATIC_BYTES)
     bounds, start, held = [], 0, 0
-    for index, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
+    for index, size in enumerate(sizes):
         if index > start and held + size > bucket_bytes:
             bounds.append((start, index))
             start, held = index, 0

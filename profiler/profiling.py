@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from teraio.errors import InputError
-from teraio.profiler.operators import DEFAULT_BUCKET_BYTES
+from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.scripts import run_script
 from teraio.profiler.trace_building import build_trace
@@ -63,7 +63,7 @@ def profile(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     device: str | torch.device | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = AUTOMATIC_BUCKETS,
     progress: Progress | None = None,
 ) -> Profile:
     """Record the training loop inside the ``with`` block; ``.trace`` is one steady iteration of it.
@@ -108,7 +108,7 @@ def profile_script(
     *,
     model: str | None = None,
     run_to_end: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = AUTOMATIC_BUCKETS,
     progress: Progress | None = None,
 ) -> Trace:
     """Run a training script, unmodified, under the recorder until enough has been seen.
@@ -136,7 +136,7 @@ def profile_model(
     batch: int | None = None,
     sequence: int | None = None,
     device: str | torch.device = "cpu",
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = AUTOMATIC_BUCKETS,
     progress: Progress | None = None,
     **overrides: Any,
 ) -> Trace:

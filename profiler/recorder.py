@@ -15,7 +15,7 @@ from teraio.profiler.clocks import make_clock
 from teraio.profiler.collectives import describe_collective
 from teraio.profiler.context import CallContext
 from teraio.profiler.dispatch import KernelCall, KernelMode
-from teraio.profiler.operators import DEFAULT_BUCKET_BYTES
+from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.recording import Recording
 from teraio.profiler.segments import Segment, StorageRecord
 from teraio.profiler.storages import StorageState, storage_of
@@ -47,7 +47,7 @@ class Recorder(KernelMode):
         self,
         *,
         device_type: str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = AUTOMATIC_BUCKETS,
         progress: Callable[[str], None] | None = None,
         when_complete: Callable[[], None] | None = None,
     ) -> None:

@@ -104,7 +104,7 @@ class Storages(Table):
 @dataclass(frozen=True, kw_only=True)
 class TraceMetadata:
     """Where a trace comes from. ``optimizer_steps`` counts ``Optimizer.step`` calls per iteration;
-    list operators were split into buckets of ``bucket_bytes`` (0: not split).
+    list operators were split into buckets of ``bucket_bytes`` (0: sized automatically).
 
     ``known_differences`` lists how a trace that was not measured departs from a real run.
     """
