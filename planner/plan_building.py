@@ -51,32 +51,12 @@ def build_plan(
         moves, trace.storages, trace.accesses, trace.num_kernels, hardware, rank
     )
     storages, copies = state_at_cut(moves, trace.storages, trace.accesses, trace.num_kernels)
-    peak_bytes = resident_bytes(
-        trace.storages, trace.kernels.workspace_bytes, moves, trace.num_kernels
-    )
-    metadata = PlanMetadata(
-        trace_hash=trace.hash,
-        hardware=hardware.to_toml(),
+    metadata = replace(
+        _metadata(trace, hardware, moves, arena_bytes),
         planner=planner,
-        gpu_memory_bytes=hardware.gpu_of_rank(rank).memory_bytes,
-        host_memory_bytes=hardware.host.memory_bytes,
-        ideal_seconds=trace.ideal_seconds,
-        predicted_seconds=trace.ideal_seconds if predicted_seconds is None else predicted_seconds,
-        lower_bound_seconds=trace.ideal_seconds,
-        bound_kind="ideal",
-        peak_gpu_bytes=int(peak_bytes.max(initial=0)),
-        peak_host_bytes=arena_bytes.get(HOST, 0),
-        planning_seconds=planning_seconds,
         options=dict(options or {}),
-        arena_bytes=arena_bytes,
-        ssd_bytes_written=_ssd_bytes_written(moves),
-        rank=rank,
-        world_size=trace.metadata.world_size,
-        device=trace.metadata.device,
-        micro_batches=trace.metadata.micro_batches,
-        optimizer_steps=trace.metadata.optimizer_steps,
-        bucket_bytes=trace.metadata.bucket_bytes,
-        allocator_rounding_bytes=trace.metadata.allocator_rounding_bytes,
+        planning_seconds=planning_seconds,
+        predicted_seconds=trace.ideal_seconds if predicted_seconds is None else predicted_seconds,
     )
     plan = Plan(
         moves=moves,
@@ -87,6 +67,39 @@ def build_plan(
         metadata=metadata,
     )
     return plan if predicted_seconds is not None else predicted(plan, trace, hardware)
+
+
+def _metadata(
+    trace: Trace, hardware: Hardware, moves: Moves, arena_bytes: Mapping[str, int]
+) -> PlanMetadata:
+    """All that follows from the moves and their origin; planner and prediction are still open."""
+    origin = trace.metadata
+    resident = resident_bytes(
+        trace.storages, trace.kernels.workspace_bytes, moves, trace.num_kernels
+    )
+    return PlanMetadata(
+        trace_hash=trace.hash,
+        hardware=hardware.to_toml(),
+        planner="",
+        gpu_memory_bytes=hardware.gpu_of_rank(origin.rank).memory_bytes,
+        host_memory_bytes=hardware.host.memory_bytes,
+        ideal_seconds=trace.ideal_seconds,
+        predicted_seconds=trace.ideal_seconds,
+        lower_bound_seconds=trace.ideal_seconds,
+        bound_kind="ideal",
+        peak_gpu_bytes=int(resident.max(initial=0)),
+        peak_host_bytes=arena_bytes.get(HOST, 0),
+        planning_seconds=0.0,
+        arena_bytes=arena_bytes,
+        ssd_bytes_written=_ssd_bytes_written(moves),
+        rank=origin.rank,
+        world_size=origin.world_size,
+        device=origin.device,
+        micro_batches=origin.micro_batches,
+        optimizer_steps=origin.optimizer_steps,
+        bucket_bytes=origin.bucket_bytes,
+        allocator_rounding_bytes=origin.allocator_rounding_bytes,
+    )
 
 
 def predicted(plan: Plan, trace: Trace, hardware: Hardware) -> Plan:

@@ -71,53 +71,46 @@ def _first_fit(
     offsets: IntArray,
 ) -> None:
     """Sweep over time with the slots now taken, in order of offset; fill in ``offsets``."""
-    active = np.empty(len(start), dtype=np.int64)
-    active_end = np.empty(len(start), dtype=np.int64)
-    count = 0
-    for slot in stack:
-        active[count] = slot
-        active_end[count] = held_until[slot]
-        count += 1
+    taken = np.empty(len(start), dtype=np.int64)
+    taken_until = np.empty(len(start), dtype=np.int64)
+    taken[: len(stack)] = stack
+    taken_until[: len(stack)] = held_until[stack]
+    count = len(stack)
     for slot in rest:
-        size = slot_bytes[slot]
         kept = 0
         for i in range(count):
-            if active_end[i] > start[slot]:
-                active[kept] = active[i]
-                active_end[kept] = active_end[i]
+            if taken_until[i] > start[slot]:
+                taken[kept] = taken[i]
+                taken_until[kept] = taken_until[i]
                 kept += 1
-        count = kept
-        offset = 0
-        place = 0
-        upcoming = 0
-        while True:
-            # Next neighbour in order of offset: a slot taken now, or one of the stack that is
-            # taken again before this one is given back.
-            while upcoming < len(stack) and start[stack[upcoming]] >= end[slot]:
-                upcoming += 1
-            neighbour = -1
-            is_active = False
-            if place < count:
-                neighbour = active[place]
-                is_active = True
-            if upcoming < len(stack) and (
-                neighbour < 0 or offsets[stack[upcoming]] < offsets[neighbour]
-            ):
-                neighbour = stack[upcoming]
-                is_active = False
-            if neighbour < 0 or offsets[neighbour] - offset >= size:
-                break
-            offset = max(offset, offsets[neighbour] + slot_bytes[neighbour])
-            if is_active:
-                place += 1
-            else:
-                upcoming += 1
+        # Slots of the stack that are taken again before this one is given back are in its way too.
+        returning = stack[start[stack] < end[slot]]
+        offset = _lowest_gap(taken[:kept], returning, slot_bytes, offsets, slot_bytes[slot])
         offsets[slot] = offset
-        position = count
-        while position > 0 and offsets[active[position - 1]] > offset:
-            active[position] = active[position - 1]
-            active_end[position] = active_end[position - 1]
-            position -= 1
-        active[position] = slot
-        active_end[position] = end[slot]
-        count += 1
+        place = kept
+        while place > 0 and offsets[taken[place - 1]] > offset:
+            taken[place] = taken[place - 1]
+            taken_until[place] = taken_until[place - 1]
+            place -= 1
+        taken[place] = slot
+        taken_until[place] = end[slot]
+        count = kept + 1
+
+
+@numba.njit(cache=True)
+def _lowest_gap(
+    taken: IntArray, returning: IntArray, slot_bytes: IntArray, offsets: IntArray, num_bytes: int
+) -> int:
+    """Lowest offset with ``num_bytes`` free, given two lists of slots in order of offset."""
+    offset = i = j = 0
+    while i < len(taken) or j < len(returning):
+        if j == len(returning) or (i < len(taken) and offsets[taken[i]] <= offsets[returning[j]]):
+            neighbour = taken[i]
+            i += 1
+        else:
+            neighbour = returning[j]
+            j += 1
+        if offsets[neighbour] - offset >= num_bytes:
+            break
+        offset = max(offset, offsets[neighbour] + slot_bytes[neighbour])
+    return offset
