@@ -29,7 +29,6 @@ HOST_SHARE = 0.25
 
 BATCH, SEQUENCE, MICRO_BATCHES = 4, 256, 2
 WARM_UP_STEPS, MEASURED_STEPS = 2, 5
-BUCKET_BYTES = 2 * 2**20
 MODEL_SIZES = {"vocabulary": 256, "hidden": 256, "intermediate": 704, "heads": 4, "layers": 6}
 
 Report = Callable[[str], None]
@@ -146,7 +145,7 @@ def _train(training: Training) -> tuple[list[float], float]:
 
 
 def _profile(training: Training) -> Trace:
-    with teraio.profile(training.model, training.optimizer, bucket_bytes=BUCKET_BYTES) as profile:
+    with teraio.profile(training.model, training.optimizer) as profile:
         while not profile.done:
             training.step()
             profile.step()

@@ -247,7 +247,8 @@ class Plan:
     def gap(self) -> float:
         """(predicted - bound) / bound: how far from the best possible plan, at most."""
         bound = self.metadata.lower_bound_seconds
-        return (self.metadata.predicted_seconds - bound) / bound if bound > 0 else 0.0
+        # A plan that is ideal may lie below by the simulator's rounding to picoseconds.
+        return max(0.0, self.metadata.predicted_seconds / bound - 1) if bound > 0 else 0.0
 
     @property
     def fraction_of_ideal(self) -> float:
