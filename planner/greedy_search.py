@@ -146,9 +146,10 @@ class GreedySearch:
             resident = self._resident_with(rows, longest_windows(self.candidates, rows))
             kernel = self._relieve(choice, channels, resident)
         if kernel != FITS:
+            room = [f"{name} {format_bytes(size)}" for name, size in self._room_bytes().items()]
             raise CapacityError(
-                f"kernel {kernel} ({self.trace.kernels.op[kernel]}): neither host nor SSDs have "
-                "room for what must leave the GPU before it; give them more, or the GPU"
+                f"kernel {kernel} ({self.trace.kernels.op[kernel]}): the tiers have no room for "
+                f"what must leave the GPU before it (without bounce buffers: {', '.join(room)})"
             )
         options = {"patience": chosen.patience, "fallback": reading}
         planned = self._planned_windows(choice.chosen_rows(), choice)
@@ -175,11 +176,21 @@ class GreedySearch:
         return open_reservations(self.bins, self.hardware, rank, self.rate_factor)
 
     def _open_choice(self, host_margin: float) -> Choice:
-        ssds = self.hardware.ssds_of_rank(self.trace.metadata.rank)
-        bounce_bytes = sum(ssd.bounce_bytes for ssd in ssds if not ssd.gds)
-        host_bytes = int(host_margin * max(0, self.hardware.host.memory_bytes - bounce_bytes))
-        capacity_bytes = np.array([host_bytes, *(ssd.capacity_bytes for ssd in ssds)])
-        return open_choice(self.candidates, capacity_bytes, len(self.bins.seconds))
+        room = self._room_bytes()
+        room[HOST] = int(host_margin * room[HOST])
+        return open_choice(self.candidates, np.array([*room.values()]), len(self.bins.seconds))
+
+    def _room_bytes(self) -> dict[str, int]:
+        """What each device can hold, the host first; an SSD whose bounce buffer the host budget
+        cannot hold is out of use.
+        """
+        room = {HOST: self.hardware.host.memory_bytes}
+        for ssd in self.hardware.ssds_of_rank(self.trace.metadata.rank):
+            bounce_bytes = 0 if ssd.gds else ssd.bounce_bytes
+            is_usable = bounce_bytes <= room[HOST]
+            room[ssd.name] = ssd.capacity_bytes if is_usable else 0
+            room[HOST] -= bounce_bytes if is_usable else 0
+        return room
 
     def _chosen_windows(self, rows: IntArray, choice: Choice) -> Windows:
         """The windows for which channels were booked."""

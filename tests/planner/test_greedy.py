@@ -173,8 +173,22 @@ def test_storage_that_cannot_leave_makes_it_infeasible(
 def test_tiers_too_small_are_an_error(one_tensor: Trace, make_hardware: MakeHardware) -> None:
     """Neither the host nor the SSD can hold A."""
     hardware = make_hardware(100, host_bytes=99, capacity_bytes=99)
-    with pytest.raises(CapacityError, match=r"kernel \d \(op\d\): neither host nor SSDs have room"):
+    with pytest.raises(
+        CapacityError, match=r"kernel \d \(op\d\): the tiers have no room .*host 99 B, ssd0 99 B"
+    ):
         plan_greedy(one_tensor, hardware)
+
+
+def test_ssd_without_room_for_its_bounce_buffer_is_not_used(
+    one_tensor: Trace, make_hardware: MakeHardware
+) -> None:
+    """The host holds A (512 B with alignment), but not a bounce buffer of 4096 B as well."""
+    bouncing = make_hardware(100, gds=False, bounce_bytes=4096, host_bytes=4000)
+    plan = plan_greedy(one_tensor, bouncing)
+    check(one_tensor, plan)
+    assert plan.moves.tier.tolist() == ["host"]
+    with pytest.raises(CapacityError, match="host 0 B, ssd0 0 B"):
+        plan_greedy(one_tensor, bouncing.with_budgets(host_memory=0))
 
 
 def test_bandwidth_share_shapes_the_plan_but_not_the_prediction(
