@@ -8,7 +8,7 @@ use no ``torch.optim`` optimizer end theirs by :meth:`KernelMode.step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from teraio.errors import InputError
 from teraio.profiler.names import NameBook
 from teraio.profiler.operators import (
     AUTOMATIC_BUCKETS,
@@ -39,6 +40,9 @@ from teraio.profiler.storages import (
 )
 
 READ, WRITE = 1, 2
+
+_entered: list[KernelMode] = []
+"""Modes inside their ``with`` block: their hooks are the process's, so one at a time may work."""
 
 
 class KernelCall:
@@ -78,7 +82,9 @@ class KernelMode(TorchDispatchMode):
 
     Subclasses override ``before_kernel``, ``run_kernel``, ``after_kernel``, ``on_view``,
     ``on_death`` and ``on_iteration_end``. Use as a context manager around the training loop. While
-    ``is_idle`` operators pass unseen.
+    ``is_idle`` operators pass unseen. Only one may be active in a process: entering another raises
+    InputError. Strided nested tensors are refused; jagged ones and other wrapper subclasses are
+    seen as the plain tensors that they wrap.
     """
 
     supports_higher_order_operators = True
@@ -138,6 +144,11 @@ class KernelMode(TorchDispatchMode):
     # Entering and leaving
 
     def __enter__(self) -> Self:
+        if any(not other.is_idle for other in _entered):
+            raise InputError(
+                "teraio: a profile or an executed run is active already; leave it first"
+            )
+        _entered.append(self)
         self._hook_handles = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
@@ -155,6 +166,8 @@ class KernelMode(TorchDispatchMode):
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
         finally:
             self._remove_hooks()
+            if self in _entered:
+                _entered.remove(self)
 
     def _remove_hooks(self) -> None:
         if self._hook_handles:
@@ -190,7 +203,8 @@ class KernelMode(TorchDispatchMode):
             self._end_iteration()
 
     def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
-        if self._module_depth == 0:
+        # A loss made anew in every step has nothing to name and would be kept for good.
+        if self._module_depth == 0 and next(module.parameters(), None) is not None:
             self.names.add_model(module)
         self._module_depth += 1
 
@@ -218,8 +232,8 @@ class KernelMode(TorchDispatchMode):
             operator = self._operators[func] = describe_operator(func)
         if operator.kind is OperatorKind.IGNORED:
             return func(*args, **kwargs)
-        if any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # DTensor, jagged: what they wrap is dispatched next.
         if operator.kind is OperatorKind.VIEW:
             self._view(args, kwargs)
             return func(*args, **kwargs)
@@ -230,20 +244,31 @@ class KernelMode(TorchDispatchMode):
     def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             for tensor in nested_tensors(value):
-                state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=True)
-                if state is None:
-                    continue
-                if is_new:
-                    self._born_between.append(state)
-                self._viewed.setdefault(state, 0)
-                self.on_view(state)
+                for state in self._states_of(tensor, self._born_between, is_foreign=True):
+                    self._viewed.setdefault(state, 0)
+                    self.on_view(state)
+
+    def _states_of(
+        self, tensor: torch.Tensor, born: list[StorageState], *, is_foreign: bool
+    ) -> Sequence[StorageState]:
+        """States of the storages that hold a tensor: one, or a sparse tensor's several."""
+        state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=is_foreign)
+        if state is not None:
+            if is_new:
+                born.append(state)
+            return (state,)
+        return [
+            state
+            for part in dense_parts(tensor)
+            for state in self._states_of(part, born, is_foreign=is_foreign)
+        ]
 
     def _run(
         self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call = self._prepare(func, operator, args, kwargs)
-        self.before_kernel(call)
         try:
+            self.before_kernel(call)
             result = self.run_kernel(call)
         except BaseException:
             # The operator failed and is no kernel; the next one announces what it brought along.
@@ -266,21 +291,25 @@ class KernelMode(TorchDispatchMode):
             tensors.append(tensor)
             if tensor.requires_grad:
                 call.requires_grad = True
-            state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=True)
-            if state is None:
-                continue
-            if is_new:
-                call.born.append(state)
-            flags = call.flags.get(state, 0)
-            call.flags[state] = flags | (READ if reads else 0) | (WRITE if writes else 0)
-        call.signature = self._signatures.signature(operator.name, tensors)
+            flags = (READ if reads else 0) | (WRITE if writes else 0)
+            for state in self._states_of(tensor, call.born, is_foreign=True):
+                call.flags[state] = call.flags.get(state, 0) | flags
+        try:
+            call.signature = self._signatures.signature(operator.name, tensors)
+        except RuntimeError:
+            if any(tensor.is_nested for tensor in tensors):
+                raise InputError(
+                    f"{operator.name}: strided nested tensors are not supported; "
+                    "make them with layout=torch.jagged"
+                ) from None
+            raise
         return call
 
     def _find_births(self, call: KernelCall, result: Any) -> None:
         for tensor in nested_tensors(result):
-            state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=False)
-            if state is not None and is_new:
-                call.born.append(state)
+            known = len(call.born)
+            self._states_of(tensor, call.born, is_foreign=False)
+            for state in call.born[known:]:
                 call.flags[state] = WRITE
         if call.operator.may_resize:
             self._find_resized(call)
@@ -320,6 +349,17 @@ class KernelMode(TorchDispatchMode):
             for start, stop in bounds
         ]
         return _join_results(results)
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Indices and values of a sparse tensor, which has no storage of its own; else nothing."""
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
 
 
 def _join_results(results: list[Any]) -> Any:
