@@ -1,4 +1,7 @@
-"""How the engine is compiled: numba, machine code cached on disk, decorators typed for mypy."""
+"""How the engine is compiled: numba, machine code cached on disk, decorators typed for mypy.
+
+To check every index of the engine, run with NUMBA_BOUNDSCHECK=1 and a NUMBA_CACHE_DIR of its own.
+"""
 
 from __future__ import annotations
 
