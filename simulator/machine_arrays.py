@@ -20,16 +20,16 @@ class Machine(NamedTuple):
 
     ``alignment`` and ``capacity_bytes`` are per device; ``latency`` (ps), rates (bytes/s) and
     ``memory_weight`` (host memory traffic per byte) per channel; link rates per direction.
-    ``host_bounce_bytes`` are the buffers of SSDs that bounce. ``slowdown`` is indexed by
+    ``bounce_bytes`` per device are host memory that its transfers need. ``slowdown`` is indexed by
     (reads active) + 2 * (writes active).
     """
 
     devices: list[str]
     channel_names: list[str]
     gpu_memory_bytes: int
-    host_bounce_bytes: int
     alignment: IntArray
     capacity_bytes: IntArray
+    bounce_bytes: IntArray
     latency: IntArray
     solo_rate: FloatArray
     duplex_rate: FloatArray
@@ -51,9 +51,9 @@ def machine_arrays(hardware: Hardware, rank: int) -> Machine:
         devices=devices,
         channel_names=[channel_name(d, is_write=w) for d in devices for w in (False, True)],
         gpu_memory_bytes=hardware.gpu_of_rank(rank).memory_bytes,
-        host_bounce_bytes=sum(ssd.bounce_bytes for ssd in ssds if not ssd.gds),
         alignment=np.array([hardware.alignment_bytes(device) for device in devices]),
         capacity_bytes=np.array([host.memory_bytes, *(ssd.capacity_bytes for ssd in ssds)]),
+        bounce_bytes=np.array([0, *(0 if ssd.gds else ssd.bounce_bytes for ssd in ssds)]),
         latency=np.repeat([to_picoseconds(s) for s in seconds], 2),
         solo_rate=np.concatenate([_solo_rates(part) for part in parts]),
         duplex_rate=np.concatenate([_duplex_rates(part) for part in parts]),

@@ -228,13 +228,19 @@ def _heap(evictable: IntArray, next_access: IntArray, num_storages: int) -> Reco
 
 
 def overflow_room(plan: Plan | None, machine: Machine) -> IntArray:
-    """Bytes per device beside the plan's arenas, or without a plan beside the bounce buffers."""
-    arenas = np.zeros(len(machine.devices), dtype=np.int64)
-    arenas[0] = machine.host_bounce_bytes
+    """Bytes per device beside the plan's arenas; on the host, beside the bounce buffers as well.
+
+    An SSD whose bounce buffer the host budget cannot hold takes no overflow.
+    """
+    room = machine.capacity_bytes.copy()
+    for device in range(1, len(room)):
+        is_usable = machine.bounce_bytes[device] <= room[0]
+        room[0] -= machine.bounce_bytes[device] if is_usable else 0
+        room[device] *= is_usable
     if plan is not None:
-        arenas = np.maximum(arenas, [planned_arena_bytes(plan, d) for d in machine.devices])
-    room: IntArray = np.maximum(machine.capacity_bytes - arenas, 0)
-    return room
+        arenas = np.array([planned_arena_bytes(plan, device) for device in machine.devices])
+        room = np.minimum(room, machine.capacity_bytes - arenas)
+    return np.maximum(room, 0)
 
 
 def planned_arena_bytes(plan: Plan, device: str) -> int:

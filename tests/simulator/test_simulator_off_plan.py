@@ -214,6 +214,19 @@ def test_planned_arena_is_not_overflow(case: CaseBuilder) -> None:
     assert c.simulate().transfers[0] == ("x", "ssd write", "eviction", 1, 2)
 
 
+def test_ssd_without_room_for_its_bounce_buffer_takes_no_overflow(case: CaseBuilder) -> None:
+    """The host budget is too small for the first SSD's buffer, not for the second's."""
+    c = case(
+        gpu_bytes=20,
+        host={"memory_bytes": 500},
+        ssd={"gds": False, "bounce_bytes": 501},
+        more_ssds=[{"name": "ssd1", "gds": False, "bounce_bytes": 400, "capacity_bytes": 20}],
+    )
+    c.storage("x", 10).storage("u", 20, birth=1, death=1)
+    c.kernel("x").kernel(writes=["u"]).kernel("x")
+    assert c.simulate().transfers[0] == ("x", "ssd1 write", "eviction", 1, 2)
+
+
 def test_no_room_anywhere_is_a_capacity_error(case: CaseBuilder) -> None:
     """Neither host nor SSD can take x."""
     c = case(gpu_bytes=20, host={"memory_bytes": 0}, ssd={"capacity_bytes": 5}).storage("x", 10)
