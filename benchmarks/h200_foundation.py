@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# As docs/execution.md advises: the caching allocator then counts what was asked for.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 

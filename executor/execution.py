@@ -23,6 +23,7 @@ from teraio.executor.read_guard import ReadGuard
 from teraio.executor.residency import Residency
 from teraio.executor.schedule import prepare_schedule
 from teraio.executor.tiers import Tiers, open_tiers
+from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.scripts import run_script as run_training_script
 from teraio.units import parse_bytes
 
@@ -88,6 +89,7 @@ class Execution:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.enter_context(exact_blocks(self._device_type))
             tiers = self._open_tiers()
             stack.callback(tiers.close)
             residency = self._residency(tiers)

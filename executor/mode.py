@@ -82,6 +82,7 @@ class ExecutorMode(KernelMode):
         """Begin the run: cold where the optimizer has no state yet, else by the plan at once."""
         self.log.restart_clock()
         self.take_places(must_start=False)
+        self._settle_books()
 
     # Moments of KernelMode
 
@@ -144,6 +145,12 @@ class ExecutorMode(KernelMode):
         self._late_prefetches.clear()
         if not (is_clean and self.log.last.is_on_plan):
             self.take_places(must_start=True)
+        self._settle_books()
+
+    def _settle_books(self) -> None:
+        if self.registry.device_type == "cuda":
+            self.residency.bury()
+            self.residency.settle_books(torch.cuda.memory_allocated())
 
     # Identity
 

@@ -270,6 +270,12 @@ class Residency:
         """Evict again where memory is short, after :meth:`bring_back`."""
         self._is_saving = False
 
+    def settle_books(self, allocated_bytes: int) -> None:
+        """Correct the account by the allocator's own: blocks may be larger than was asked for, and
+        libraries hold memory that no dispatch mode sees.
+        """
+        self.used_bytes = allocated_bytes
+
     def note_peak(self, workspace_bytes: int) -> None:
         """A kernel has run with everything resident and this much scratch."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes + workspace_bytes)

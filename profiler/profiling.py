@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from teraio.errors import InputError
+from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.scripts import run_script
@@ -26,13 +28,17 @@ class Profile:
         self._recorder = recorder
         self._model = model
         self._trace: Trace | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._recorder.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(exact_blocks(self._recorder.device_type))
+            stack.enter_context(self._recorder)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
-        self._recorder.__exit__(kind, *exception)
+        self._stack.__exit__(kind, *exception)
 
     def step(self) -> None:
         """Mark the end of a loop's iteration; needed only where no torch optimizer steps."""
