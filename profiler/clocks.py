@@ -6,7 +6,7 @@ On a CPU an operator's time is the call's. On a GPU see :mod:`teraio.profiler.cu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from time import perf_counter
 from typing import Any, Protocol
@@ -37,8 +37,8 @@ class Clock(Protocol):
     def pass_view(self) -> None:
         """An operator that is no kernel has been dispatched since the last one."""
 
-    def start(self) -> None:
-        """A kernel starts now."""
+    def start(self, kind: Hashable) -> None:
+        """A kernel starts now; kernels of one kind take the same time."""
 
     def stop(self) -> float:
         """It has ended, or was launched; returns the time now in seconds."""
@@ -113,8 +113,8 @@ class HostClock:
         """See :class:`Clock`."""
         self._bookkeeping_seconds += seconds
 
-    def start(self) -> None:
-        """See :class:`Clock`."""
+    def start(self, kind: Hashable) -> None:
+        """See :class:`Clock`; every kernel is timed."""
         self._own.append(self._bookkeeping_seconds)
         self._bookkeeping_seconds = 0.0
         self._dispatches.append(self._views + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from teraio.profiler.clocks import make_clock
 from teraio.profiler.collectives import describe_collective
 from teraio.profiler.context import CallContext
 from teraio.profiler.dispatch import KernelCall, KernelMode
-from teraio.profiler.operators import AUTOMATIC_BUCKETS
+from teraio.profiler.operators import AUTOMATIC_BUCKETS, nested_tensors
 from teraio.profiler.recording import Recording
 from teraio.profiler.segments import Segment, StorageRecord
 from teraio.profiler.storages import StorageState, storage_of
@@ -137,7 +137,7 @@ class Recorder(KernelMode):
         clock = self._clock
         self._is_running = True
         clock.exclude(perf_counter() - self._began)
-        clock.start()
+        clock.start(self._kind(call))
         try:
             if self._meter is None:
                 result = call.func(*call.args, **call.kwargs)
@@ -151,6 +151,13 @@ class Recorder(KernelMode):
             self._is_running = False
         self._ended = clock.stop()
         return result
+
+    def _kind(self, call: KernelCall) -> Hashable:
+        """Kernels of one kind do the same work: same operator, shapes, dtypes and layouts."""
+        if self.device_type != "cuda":
+            return None
+        tensors = nested_tensors((*call.args, *call.kwargs.values()))
+        return call.signature, *(t.stride() for t in tensors if t.layout is torch.strided)
 
     def after_kernel(self, call: KernelCall) -> None:
         """Append the kernel to the segment under way."""

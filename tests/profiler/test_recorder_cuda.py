@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from teraio.profiler import profile
-from teraio.profiler.cuda_clock import follow_host
+from teraio.profiler.cuda_clock import fill_by_kind, follow_host
 from teraio.profiler.models import build_model, make_batch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -87,3 +87,11 @@ def test_gaps_follow_a_host_that_is_not_slowed_down() -> None:
     gaps = follow_host(durations, launch, host_gaps, synchronises)
     # The host is at 3, 6, 9, 12, then waits for the device, which ends at 4, 7, 19, 20, 21.
     assert gaps.tolist() == [3.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_untimed_kernels_take_the_median_of_their_kind() -> None:
+    """Timed kernels keep their own time."""
+    seconds = np.array([1.0, 5.0, 3.0, 0.0, 2.0, 0.0])
+    kinds = ["a", "b", "a", "a", "a", "b"]
+    is_timed = [True, True, True, False, True, False]
+    assert fill_by_kind(seconds, kinds, is_timed).tolist() == [1.0, 5.0, 3.0, 2.0, 2.0, 5.0]
