@@ -27,9 +27,9 @@ BUDGET_SHARE = 0.5
 HOST_SHARE = 0.25
 """Host memory for offloading, as a share of the same; what else must leave goes to the file."""
 
-BATCH, SEQUENCE, MICRO_BATCHES = 4, 256, 2
+BATCH, SEQUENCE, MICRO_BATCHES = 4, 128, 2
 WARM_UP_STEPS, MEASURED_STEPS = 2, 5
-MODEL_SIZES = {"vocabulary": 256, "hidden": 256, "intermediate": 704, "heads": 4, "layers": 6}
+MODEL_SIZES = {"vocabulary": 256, "hidden": 512, "intermediate": 1408, "heads": 8, "layers": 3}
 
 Report = Callable[[str], None]
 

@@ -165,11 +165,11 @@ class KernelMode(TorchDispatchMode):
         try:
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
         finally:
-            self._remove_hooks()
-            if self in _entered:
-                _entered.remove(self)
+            self._leave()
 
-    def _remove_hooks(self) -> None:
+    def _leave(self) -> None:
+        if self in _entered:
+            _entered.remove(self)
         if self._hook_handles:
             stop_listening_to_resizes(self._storage_resized)
         for handle in self._hook_handles:

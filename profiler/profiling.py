@@ -47,7 +47,7 @@ class Profile:
     @property
     def done(self) -> bool:
         """Whether enough has been seen; further iterations run unwatched."""
-        return self._recorder.recording.is_complete
+        return self._recorder.is_complete
 
     @property
     def trace(self) -> Trace:
@@ -137,7 +137,7 @@ def profile_script(
 def profile_model(
     name: str,
     *,
-    steps: int = 5,
+    steps: int = 7,
     micro_batches: int = 1,
     batch: int | None = None,
     sequence: int | None = None,
@@ -150,7 +150,7 @@ def profile_model(
 
     ``batch`` (of one micro-batch) and ``sequence`` default to the model's; ``overrides`` replace
     fields of its config. Raises InputError for an unknown model or field, or too few steps (3 is
-    the least, 5 tell all that there is to know).
+    the least, 7 tell all that there is to know).
     """
     from teraio.profiler.models import build_model, make_batch
 

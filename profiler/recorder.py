@@ -16,6 +16,7 @@ from teraio.profiler.collectives import describe_collective
 from teraio.profiler.context import CallContext
 from teraio.profiler.dispatch import KernelCall, KernelMode
 from teraio.profiler.operators import AUTOMATIC_BUCKETS, nested_tensors
+from teraio.profiler.pace import UnwatchedPace
 from teraio.profiler.recording import Recording
 from teraio.profiler.segments import Segment, StorageRecord
 from teraio.profiler.storages import StorageState, storage_of
@@ -60,6 +61,7 @@ class Recorder(KernelMode):
         self.untracked_bytes = 0
         self._progress = progress
         self._when_complete = when_complete
+        self.pace = UnwatchedPace(device_type)
         self._clock = make_clock(device_type)
         self._context = CallContext(self.names)
         self._segment = Segment(0)
@@ -73,6 +75,12 @@ class Recorder(KernelMode):
     def has_ended(self) -> bool:
         """Whether it watches nothing any more."""
         return self.is_idle
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether further iterations would add nothing."""
+        recording = self.recording
+        return recording.is_complete and (recording.steady is None or self.pace.is_complete)
 
     @property
     def has_optimizer_steps(self) -> bool:
@@ -89,7 +97,7 @@ class Recorder(KernelMode):
     def __exit__(self, *exception: Any) -> None:
         self.stop_recording()
         if self._has_left:
-            self._remove_hooks()
+            self._leave()
         else:
             super().__exit__(*exception)
 
@@ -264,6 +272,7 @@ class Recorder(KernelMode):
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if self.is_idle:
+            self._note_unwatched_step()
             return
         self._optimizer = id(optimizer)
         super()._optimizer_ends(optimizer, *arguments)
@@ -277,6 +286,7 @@ class Recorder(KernelMode):
         if parameter is not None and parameter.device.type != self.device_type:
             self.registry.device_type = parameter.device.type
             self._clock = make_clock(parameter.device.type)
+            self.pace = UnwatchedPace(parameter.device.type)
             self._segment = Segment(self.iteration)
             self.kernel = 0
 
@@ -297,6 +307,13 @@ class Recorder(KernelMode):
         """See :meth:`KernelMode.step`."""
         if not self.is_idle:
             super().step()
+        elif not self._has_seen_optimizer:
+            self._note_unwatched_step()
+
+    def _note_unwatched_step(self) -> None:
+        self.pace.note_step()
+        if self._when_complete is not None and self.is_complete:
+            self._when_complete()
 
     def on_iteration_end(self) -> None:
         """Close the segment and decide what the next one is for."""
@@ -309,7 +326,7 @@ class Recorder(KernelMode):
         self._clock.exclude(perf_counter() - began)
         if self._progress is not None:
             self._progress(self.recording.describe())
-        if self._when_complete is not None and self.recording.is_complete:
+        if self._when_complete is not None and self.is_complete:
             self._when_complete()
 
     def _add_segment(self) -> None:
@@ -327,6 +344,8 @@ class Recorder(KernelMode):
             self._forget_dead()
         if recording.is_complete:
             self.stop_recording()
+            if recording.steady is not None:
+                self.pace.start(recording.steady.period)
         elif self._meter is None and recording.wants_workspace:
             self._meter = start_workspace_meter(self.device_type)
             if self._meter is None:

@@ -15,6 +15,7 @@ from teraio.contracts.table import MISSING, FloatArray, IntArray, TextArray
 from teraio.errors import OffloadWarning
 from teraio.profiler.dispatch import READ, WRITE
 from teraio.profiler.lifetimes import Cycle, CycleBuilder, Row
+from teraio.profiler.pace import meet_pace
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.segments import Segment
 from teraio.profiler.workspace import warn_of_unknown_workspace
@@ -96,7 +97,8 @@ def _median_times(recorder: Recorder) -> tuple[FloatArray, FloatArray]:
         ]
         durations.append(np.concatenate([duration for duration, _ in times]))
         gaps.append(np.concatenate([gap for _, gap in times]))
-    return np.median(durations, axis=0), np.median(gaps, axis=0)
+    medians = np.median(durations, axis=0), np.median(gaps, axis=0)
+    return meet_pace(*medians, recorder.pace.seconds)
 
 
 def _micro_batches(template: list[Segment]) -> list[int]:
