@@ -68,6 +68,7 @@ class Recorder(KernelMode):
         self._meter: WorkspaceMeter | None = None
         self._optimizer = 0
         self._began = self._ended = 0.0
+        self._segment_began = perf_counter()
         self._is_running = False
         self._has_left = False
 
@@ -318,12 +319,14 @@ class Recorder(KernelMode):
     def on_iteration_end(self) -> None:
         """Close the segment and decide what the next one is for."""
         began = perf_counter()
+        self._segment.watched_seconds = began - self._segment_began
         self._name_storages()
         self._segment.close(self._clock.take(), self._optimizer)
         self._add_segment()
         self._segment = Segment(self.iteration + 1)
         self._context.begin_segment()
-        self._clock.exclude(perf_counter() - began)
+        self._segment_began = perf_counter()
+        self._clock.exclude(self._segment_began - began)
         if self._progress is not None:
             self._progress(self.recording.describe())
         if self._when_complete is not None and self.is_complete:

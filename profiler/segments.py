@@ -104,6 +104,7 @@ class Segment:
     streams: list[int] = field(default_factory=list)
     collectives: dict[int, Collective] = field(default_factory=dict)
     optimizer: int = 0
+    watched_seconds: float = 0.0
     times: SegmentTimes | None = None
     accesses: SegmentAccesses | None = None
 

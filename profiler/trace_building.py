@@ -228,6 +228,7 @@ def _metadata(recorder: Recorder, kernels: Kernels, model: str, kept_bytes: int)
         micro_batches=max(1, int(kernels.micro_batch.max(initial=0)) + 1),
         optimizer_steps=period if recorder.has_optimizer_steps else 0,
         bucket_bytes=recorder.bucket_bytes,
+        dispatch_seconds=_dispatch_seconds(recorder, len(kernels)),
         model=model or (type(models[0]).__name__ if models else ""),
         optimizer=", ".join(dict.fromkeys(type(o).__name__ for o in optimizers)),
         optimizer_implementation=_optimizer_implementation(kernels),
@@ -248,6 +249,19 @@ def _known_differences(recorder: Recorder, kept_bytes: int) -> list[str]:
         differences.append(text)
         warnings.warn(f"{text}; what a plan misses is fetched on demand", OffloadWarning, 3)
     return differences
+
+
+def _dispatch_seconds(recorder: Recorder, num_kernels: int) -> float:
+    """Seconds that watching added to each kernel, where nothing hides them."""
+    pace, recording = recorder.pace.seconds, recorder.recording
+    if pace is None or recorder.device_type == "cuda":
+        return 0.0
+    period = recording.require_steady().period
+    watched_seconds = min(
+        sum(recording.segment(first + i).watched_seconds for i in range(period))
+        for first in recording.timed
+    )
+    return max(0.0, watched_seconds - pace) / num_kernels
 
 
 def _rank_and_world_size() -> tuple[int, int]:

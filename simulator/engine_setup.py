@@ -30,7 +30,7 @@ from teraio.simulator.state import (
 )
 from teraio.simulator.trace_arrays import kernel_times, residency
 from teraio.traces.trace import Trace
-from teraio.units import format_bytes
+from teraio.units import format_bytes, to_picoseconds
 
 _LARGEST_TABULATED_CHANNELS = 12
 
@@ -56,7 +56,7 @@ def build_engine(trace: Trace, plan: Plan | None, machine: Machine, *, record: b
     return Engine(
         stream=_stream(trace, pages, machine, is_paged),
         account=records(ACCOUNT, 1),
-        kernels=_kernels(trace, gpu_bytes, pages),
+        kernels=_kernels(trace, gpu_bytes, pages, host_stall_seconds(trace, plan)),
         accesses=pages.accesses,
         lists=pages.lists,
         storages=pages.storages,
@@ -130,11 +130,20 @@ def _stream(trace: Trace, pages: Pages, machine: Machine, is_paged: bool) -> Rec
     )
 
 
-def _kernels(trace: Trace, gpu_bytes: IntArray, pages: Pages) -> RecordArray:
+def host_stall_seconds(trace: Trace, plan: Plan | None) -> float:
+    """What the executor adds to every kernel; nothing where none is at work (``ideal``)."""
+    is_executed = plan is None or plan.metadata.planner != "ideal"
+    return trace.metadata.dispatch_seconds if is_executed else 0.0
+
+
+def _kernels(
+    trace: Trace, gpu_bytes: IntArray, pages: Pages, host_stall_seconds: float
+) -> RecordArray:
     times = kernel_times(trace)
     kernels = records(KERNEL, trace.num_kernels + 1, **pages.kernel_columns)
     kernels["duration"][:-1] = times.duration
-    kernels["gap"][:-1] = times.gap
+    # The host's stall comes before each kernel as a gap does, and is told apart in the account.
+    kernels["gap"][:-1] = times.gap + to_picoseconds(host_stall_seconds)
     kernels["gpu_bytes"][:-1] = gpu_bytes
     kernels["workspace_bytes"][:-1] = trace.kernels.workspace_bytes
     return kernels

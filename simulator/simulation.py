@@ -12,7 +12,7 @@ from teraio.contracts.plan import Plan
 from teraio.contracts.table import MISSING
 from teraio.contracts.timeline import Events, Timeline
 from teraio.errors import CapacityError, InputError
-from teraio.simulator.engine_setup import build_engine, infeasible
+from teraio.simulator.engine_setup import build_engine, host_stall_seconds, infeasible
 from teraio.simulator.machine_arrays import Machine, machine_arrays
 from teraio.simulator.page_setup import overflow_room, planned_arena_bytes
 from teraio.simulator.state import NO_CAPACITY, NO_VICTIM, Engine
@@ -43,6 +43,7 @@ def simulate(
     The clock is in whole picoseconds, and states at two cuts are compared bit by bit: ``steady`` is
     exact. If the state has not repeated after ``max_iterations``, ``steady`` is false and the
     second half of the iterations is reported. ``cold_start_seconds`` is the first iteration.
+    ``dispatch_seconds`` of the trace come before every kernel and are stall_host.
 
     Raises InputError (an argument, or a plan of another trace), InfeasibleError (one kernel needs
     more than the GPU has) and CapacityError (no tier has room for what must leave the GPU).
@@ -66,6 +67,7 @@ def simulate(
         cycle,
         machine,
         ideal_seconds=trace.ideal_seconds,
+        stall_host_seconds=trace.num_kernels * host_stall_seconds(trace, plan),
         host_arena_bytes=0 if plan is None else planned_arena_bytes(plan, HOST),
         host_room_bytes=host_room_bytes,
         simulating_seconds=time.perf_counter() - begun,

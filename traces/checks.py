@@ -52,6 +52,11 @@ def _check_metadata(trace: Trace) -> None:
             f"metadata.rank: must be in 0..world_size-1, "
             f"got {metadata.rank} of {metadata.world_size}"
         )
+    dispatch = metadata.dispatch_seconds
+    if not isinstance(dispatch, (int, float)) or not 0 <= dispatch < float("inf"):
+        raise InputError(
+            f"metadata.dispatch_seconds: must be finite and not negative, got {dispatch!r}"
+        )
     for name in ("micro_batches", "optimizer_steps", "allocator_rounding_bytes"):
         value = getattr(metadata, name)
         if not isinstance(value, int) or value < (0 if name == "optimizer_steps" else 1):

@@ -105,6 +105,8 @@ class Storages(Table):
 class TraceMetadata:
     """Where a trace comes from. ``optimizer_steps`` counts ``Optimizer.step`` calls per iteration;
     list operators were split into buckets of ``bucket_bytes`` (0: sized automatically).
+    ``dispatch_seconds`` is what executing a plan adds to every kernel where kernels run on the
+    host's own clock (a CPU that plays the GPU): measured as what watching added.
 
     ``known_differences`` lists how a trace that was not measured departs from a real run.
     """
@@ -118,6 +120,7 @@ class TraceMetadata:
     micro_batches: int = 1
     optimizer_steps: int = 1
     bucket_bytes: int = 0
+    dispatch_seconds: float = 0.0
     model: str = ""
     optimizer: str = ""
     optimizer_implementation: str = ""
