@@ -32,9 +32,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from teraio.planner.comparison import compare, plan_summary
-    from teraio.planner.planning import PLANNERS, plan
-
     from teraio.planner.plan_building import build_plan, rebuild_plan
+    from teraio.planner.planning import PLANNERS, plan
     from teraio.planner.policies.evict_everything import evict_everything
     from teraio.planner.verifier import verify
 
