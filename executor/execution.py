@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,12 +15,16 @@ from teraio.contracts.plan import Plan
 from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.timeline import Timeline
 from teraio.errors import InputError, OffloadWarning
-from teraio.executor.measured_timeline import build_timeline, median_seconds, steady_records
+from teraio.executor.compiled_regions import CompiledRegionGuard
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.placement import Placement
 from teraio.executor.read_guard import ReadGuard
+from teraio.executor.report import RunReport as RunReport
+from teraio.executor.report import make_report
 from teraio.executor.residency import Residency
+from teraio.executor.run_handle import RunHandle
 from teraio.executor.schedule import prepare_schedule
+from teraio.executor.thread_guard import ForkGuard, ThreadGuard
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.scripts import run_script as run_training_script
@@ -30,35 +33,19 @@ from teraio.units import parse_bytes
 ON_DRIFT = ("fetch", "stop")
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """What an executed run did. Seconds, bytes; counts are totals after the warm-up.
-
-    ``measured_seconds`` is the median length of its steady iterations, ``drift`` the number of
-    kernels that were not the planned ones, ``first_drift`` says what the first of them was.
-    """
-
-    steps: int
-    warm_up_steps: int
-    measured_seconds: float
-    peak_bytes: int
-    budget_bytes: int
-    drift: int
-    first_drift: str
-    demand_fetches: int
-    demand_fetch_bytes: int
-    evictions: int
-    eviction_bytes: int
-    dropped_prefetches: int
-    cold_start_seconds: float
-    timeline: Timeline
-
-
 class Execution:
     """A training loop under a plan; made by :func:`execute`.
 
     Inside the ``with`` block every operator finds its storages on the GPU, whatever the plan says.
-    Leaving it brings everything back, so that the model can be used and saved as ever.
+    Leaving it brings everything back, so that the model can be used and saved as ever. A run is
+    entered once, and one run is active in a process at a time (else InputError).
+
+    Limits. Memory that other threads' operators and compiled regions create is counted once the
+    training thread has touched it; outputs whose size depends on data (``nonzero``) and scratch of
+    operators that are not in the plan may exceed the budget until the next kernel. A storage whose
+    pointer was taken (``numpy``, ``data_ptr``, DLPack, shared memory, communication) stays on the
+    GPU for good. Threads that ran before the block was entered are not seen: they must not touch
+    tensors of the training. Saves and forks bring everything back while they last.
     """
 
     def __init__(
@@ -88,17 +75,26 @@ class Execution:
         check_executable(plan)
 
     def __enter__(self) -> Self:
+        if self._mode is not None:
+            raise InputError("execute: a run is entered once; call teraio.execute again")
         with ExitStack() as stack:
             stack.enter_context(exact_blocks(self._device_type))
             tiers = self._open_tiers()
             stack.callback(tiers.close)
             residency = self._residency(tiers)
-            mode = self._mode = self._make_mode(residency)
+            mode = self._make_mode(residency)
             stack.enter_context(mode)
-            guard = ReadGuard(self._require, lambda: _outside_dispatch(residency.bring_back)())
-            stack.callback(guard.stop)
-            stack.callback(_outside_dispatch(residency.bring_back))
-            guard.start()
+            self._mode = mode
+            handle = RunHandle(mode)
+            for guard in (
+                ReadGuard(handle),
+                ThreadGuard(mode),
+                ForkGuard(mode, handle.bring_back),
+                CompiledRegionGuard(mode),
+            ):
+                stack.callback(guard.stop)
+                guard.start()
+            stack.callback(handle.end)
             mode.start()
             self._stack = stack.pop_all()
         return self
@@ -120,9 +116,7 @@ class Execution:
         The run goes on under its plan with the next kernel.
         """
         if self._mode is not None:
-            with torch._C._DisableTorchDispatch():
-                self._mode.residency.bring_back()
-            self._mode.residency.resume()
+            RunHandle(self._mode).restore()
 
     @property
     def report(self) -> RunReport:
@@ -137,7 +131,7 @@ class Execution:
     @property
     def iteration_seconds(self) -> list[float]:
         """Length of every complete iteration so far, warm-up included."""
-        return [record.seconds for record in self._mode.log.records] if self._mode else []
+        return self._mode.log.seconds() if self._mode else []
 
     def _open_tiers(self) -> Tiers:
         hardware, metadata = self.plan.hardware, self.plan.metadata
@@ -189,45 +183,14 @@ class Execution:
             mode.names.add_optimizer(optimizer)
         return mode
 
-    def _require(self, tensor: torch.Tensor, is_pointer: bool) -> None:
-        mode = self._mode
-        state = None if mode is None else mode.registry.find(tensor)
-        if mode is None or state is None or state.attachment is None:
-            return
-        with torch._C._DisableTorchDispatch():
-            mode.residency.require((state.attachment,))
-        if is_pointer:
-            state.attachment.is_fixed = True
-
     def _make_report(self) -> RunReport:
         if self._mode is None:
             raise RuntimeError("the run has not begun: enter the `with teraio.execute(...)` block")
-        log, metadata = self._mode.log, self.plan.metadata
-        warm = [r for r in log.records if not r.is_warm_up]
-        records = [*warm, log.current]
-        traffic = [r.traffic for r in warm]
-        return RunReport(
-            steps=len(log.records),
-            warm_up_steps=len(log.records) - len(warm),
-            measured_seconds=median_seconds(steady_records(log)),
-            peak_bytes=max(
-                (r.peak_bytes for r in log.records), default=self._mode.residency.peak_bytes
-            ),
+        return make_report(
+            self._mode.log,
+            self.plan.metadata,
             budget_bytes=self.budget_bytes,
-            drift=sum(r.drift for r in warm),
-            first_drift=next((r.first_drift for r in records if r.first_drift), ""),
-            demand_fetches=sum(t.demand_fetches for t in traffic),
-            demand_fetch_bytes=sum(t.demand_fetch_bytes for t in traffic),
-            evictions=sum(t.evictions for t in traffic),
-            eviction_bytes=sum(t.eviction_bytes for t in traffic),
-            dropped_prefetches=sum(t.dropped_prefetches for t in traffic),
-            cold_start_seconds=log.cold_start_seconds,
-            timeline=build_timeline(
-                log,
-                rank=metadata.rank,
-                ideal_seconds=metadata.ideal_seconds,
-                capacity_bytes=self.budget_bytes,
-            ),
+            peak_bytes=self._mode.residency.peak_bytes,
         )
 
 
@@ -309,16 +272,6 @@ def planned_bytes_per_device(plan: Plan, hardware: Hardware) -> dict[str, int]:
         size = -(-int(storages.nbytes[storage]) // alignment) * alignment
         ends[device] = max(ends.get(device, 0), int(offset) + size)
     return ends
-
-
-def _outside_dispatch(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, with the executor's own tensor work hidden from every dispatch mode."""
-
-    def hidden() -> Any:
-        with torch._C._DisableTorchDispatch():
-            return function()
-
-    return hidden
 
 
 def _budget(value: int | str | None, default: int, field: str) -> int:

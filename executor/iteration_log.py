@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from teraio.executor.residency import Residency, Traffic
+from teraio.executor.holding import Traffic, TransferRecord
+from teraio.executor.residency import Residency
 
 _DETAILED_ITERATIONS = 8
-"""Iterations of which every kernel is kept for the timeline; older ones keep their totals."""
+"""Iterations of which every kernel is kept for the timeline; of older ones the totals are."""
 
 
 @dataclass
 class IterationRecord:
-    """One iteration. Times are host times (perf_counter) on a CPU; a GPU's come from its events."""
+    """One iteration. Times are host times (perf_counter) on a CPU; a GPU's come from its events.
+
+    ``earlier_transfers`` were issued in the iteration before and were not done when this one began.
+    """
 
     number: int
     start_seconds: float
@@ -26,6 +30,7 @@ class IterationRecord:
     first_drift: str = ""
     peak_bytes: int = 0
     traffic: Traffic = field(default_factory=Traffic)
+    earlier_transfers: list[TransferRecord] = field(default_factory=list)
     kernels: list[tuple[int, float, float]] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
     start_event: torch.cuda.Event | None = None
@@ -46,20 +51,63 @@ class IterationRecord:
         return self.end_seconds - self.start_seconds
 
 
+@dataclass
+class Totals:
+    """Sums over the iterations after the warm-up."""
+
+    drift: int = 0
+    first_drift: str = ""
+    demand_fetches: int = 0
+    demand_fetch_bytes: int = 0
+    evictions: int = 0
+    eviction_bytes: int = 0
+    dropped_prefetches: int = 0
+
+    def add(self, record: IterationRecord) -> None:
+        """Count one more iteration."""
+        traffic = record.traffic
+        self.drift += record.drift
+        self.first_drift = self.first_drift or record.first_drift
+        self.demand_fetches += traffic.demand_fetches
+        self.demand_fetch_bytes += traffic.demand_fetch_bytes
+        self.evictions += traffic.evictions
+        self.eviction_bytes += traffic.eviction_bytes
+        self.dropped_prefetches += traffic.dropped_prefetches
+
+
 class IterationLog:
-    """Collects the records of a run; ``last`` is the newest complete one."""
+    """Collects the records of a run; ``recent`` are the newest complete ones, oldest first.
+
+    Of an older iteration its length remains, so a run of any length takes a few bytes for each.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._is_gpu = device_type == "cuda"
-        self.records: list[IterationRecord] = []
+        self.totals = Totals()
+        self.num_iterations = 0
+        self.num_warm_up = 0
+        self.peak_bytes = 0
         self.cold_start_seconds = 0.0
-        self._detailed: deque[IterationRecord] = deque()
+        self.recent: deque[IterationRecord] = deque()
+        self._older_seconds: list[float] = []
+        self._older_steady_seconds: list[float] = []
+        self._older_warm_seconds: list[float] = []
         self.current = IterationRecord(0, time.perf_counter(), start_event=self._event())
 
     @property
     def last(self) -> IterationRecord:
         """The newest complete iteration."""
-        return self.records[-1]
+        return self.recent[-1]
+
+    def seconds(self) -> list[float]:
+        """Length of every complete iteration, warm-up included."""
+        return [*self._older_seconds, *(r.seconds for r in self.recent)]
+
+    def steady_seconds(self) -> list[float]:
+        """Of those that speak for the run: on plan if any are, else all after the warm-up."""
+        warm = [r for r in self.recent if not r.is_warm_up]
+        on_plan = [*self._older_steady_seconds, *(r.seconds for r in warm if r.is_on_plan)]
+        return on_plan or [*self._older_warm_seconds, *(r.seconds for r in warm)] or self.seconds()
 
     def kernel(self, kernel: int, start_seconds: float, end_seconds: float) -> None:
         """An operator ran on the host's clock."""
@@ -85,18 +133,39 @@ class IterationLog:
         record.is_warm_up = is_warm_up
         record.traffic, residency.traffic = residency.traffic, Traffic()
         record.peak_bytes = residency.take_peak()
-        self.records.append(record)
-        self._detailed.append(record)
-        if len(self._detailed) > _DETAILED_ITERATIONS:
-            old = self._detailed.popleft()
-            old.kernels, old.memory_bytes = [], []
-            old.traffic.transfers, old.traffic.waits = [], []
-        self.current = IterationRecord(record.number + 1, record.end_seconds, start_event=event)
+        self._count(record)
+        self.recent.append(record)
+        if len(self.recent) > _DETAILED_ITERATIONS:
+            self._summarise(self.recent.popleft())
+        under_way = [t for t in record.traffic.transfers if not t.transfer.done]
+        self.current = IterationRecord(
+            record.number + 1,
+            record.end_seconds,
+            start_event=event,
+            earlier_transfers=under_way,
+        )
 
-    def restart_clock(self) -> None:
+    def restart_clock(self, residency: Residency) -> None:
         """The current iteration begins now: what came before (a cold start) is not part of it."""
+        residency.traffic = Traffic()
         self.current.start_seconds = time.perf_counter()
         self.current.start_event = self._event()
+
+    def _count(self, record: IterationRecord) -> None:
+        self.num_iterations += 1
+        self.peak_bytes = max(self.peak_bytes, record.peak_bytes)
+        if record.is_warm_up:
+            self.num_warm_up += 1
+        else:
+            self.totals.add(record)
+
+    def _summarise(self, record: IterationRecord) -> None:
+        seconds = record.seconds
+        self._older_seconds.append(seconds)
+        if not record.is_warm_up:
+            self._older_warm_seconds.append(seconds)
+            if record.is_on_plan:
+                self._older_steady_seconds.append(seconds)
 
     def _event(self) -> torch.cuda.Event | None:
         if not self._is_gpu:

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from teraio.contracts.table import FloatArray
 from teraio.contracts.timeline import Events, Timeline, TimelineMetadata, channel_name
+from teraio.executor.holding import TransferRecord
 from teraio.executor.iteration_log import IterationLog, IterationRecord
 
-
-def steady_records(log: IterationLog) -> list[IterationRecord]:
-    """Iterations that speak for the run: on plan if there are any, else all after the warm-up."""
-    warm = [r for r in log.records if not r.is_warm_up]
-    return [r for r in warm if r.is_on_plan] or warm or log.records
-
-
-def median_seconds(records: Sequence[IterationRecord]) -> float:
-    """Median length of an iteration; 0 if there is none."""
-    return statistics.median(r.seconds for r in records) if records else 0.0
+Spans = list[tuple[float, float]]
+"""Intervals [start, end) in seconds."""
 
 
 def build_timeline(
     log: IterationLog, *, rank: int, ideal_seconds: float, capacity_bytes: int
 ) -> Timeline:
-    """Events of the newest steady iteration that still has details, account by medians of it.
+    """Events and account of the newest iteration that went by the plan, else of the newest.
 
     On a GPU kernels have no times of their own here: the account then holds the iteration only.
     """
-    records = steady_records(log)
-    detailed = [r for r in records if r.kernels] or records[-1:]
-    record = detailed[-1] if detailed else IterationRecord(0, 0.0)
-    busy = _transfer_intervals(record)
-    account = _account(record, busy)
+    records = [r for r in log.recent if not r.is_warm_up] or list(log.recent)
+    steady = [r for r in records if r.is_on_plan] or records
+    record = steady[-1] if steady else IterationRecord(0, 0.0)
     metadata = TimelineMetadata(
         source="measured",
         iteration_seconds=record.seconds,
         ideal_seconds=ideal_seconds,
         cycle_iterations=1,
-        steady=len(records) > 0 and record.is_on_plan,
-        peak_gpu_bytes=max((r.peak_bytes for r in records), default=0),
+        steady=len(steady) > 0 and record.is_on_plan,
+        peak_gpu_bytes=max((r.peak_bytes for r in steady), default=0),
         capacity_bytes=capacity_bytes,
         channel_utilisation=_utilisation(record),
         channel_bytes=_channel_bytes(record),
@@ -51,7 +40,7 @@ def build_timeline(
         evictions=record.traffic.evictions,
         eviction_bytes=record.traffic.eviction_bytes,
         cold_start_seconds=log.cold_start_seconds,
-        **account,
+        **_account(record),
     )
     return Timeline(events=Events.from_rows(list(_rows(record, rank))), metadata=metadata)
 
@@ -75,62 +64,83 @@ def _rows(record: IterationRecord, rank: int) -> Iterable[tuple[Any, ...]]:
         yield 0, rank, "stall", w.kernel, row, None, start, end, 0, w.cause
 
 
-def _transfer_intervals(record: IterationRecord) -> FloatArray:
-    """Disjoint, ordered [start, end) during which any transfer was under way, (n, 2)."""
-    spans = sorted(
-        (t.transfer.start_seconds, t.transfer.end_seconds)
-        for t in record.traffic.transfers
-        if np.isfinite(t.transfer.end_seconds)
-    )
-    merged: list[list[float]] = []
-    for start, end in spans:
+def _inside(record: IterationRecord) -> Iterator[tuple[TransferRecord, float, float]]:
+    """Transfers and the part of their time that lies in the iteration, whoever issued them."""
+    for t in (*record.earlier_transfers, *record.traffic.transfers):
+        start = max(t.transfer.start_seconds, record.start_seconds)
+        end = min(t.transfer.end_seconds, record.end_seconds)
+        if end > start:  # False also for NaN: not done yet.
+            yield t, start, end
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Disjoint, ordered spans that cover what any of the given ones covers."""
+    merged: Spans = []
+    for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            merged.append([start, end])
-    return np.array(merged, dtype=np.float64).reshape(-1, 2)
+            merged.append((start, end))
+    return merged
 
 
-def _account(record: IterationRecord, busy: FloatArray) -> dict[str, Any]:
-    kernels = np.array([(s, e) for _, s, e in record.kernels], dtype=np.float64).reshape(-1, 2)
-    running = float(np.sum(kernels[:, 1] - kernels[:, 0]))
-    overlapped = float(np.sum(_covered(kernels[:, 1], busy) - _covered(kernels[:, 0], busy)))
-    waits = record.traffic.waits
+def _account(record: IterationRecord) -> dict[str, Any]:
+    """Six disjoint parts of the iteration that add up to it, seconds.
+
+    A kernel that waits inside (a pointer taken by its own code) is waiting then, not running; what
+    is neither is the gap, the host's own time included.
+    """
+    kernels = _merged((start, end) for _, start, end in record.kernels)
+    busy = _merged((start, end) for _, start, end in _inside(record))
+    waits = [
+        (wait.cause, max(wait.start_seconds, record.start_seconds), wait.end_seconds)
+        for wait in record.traffic.waits
+        if wait.end_seconds > record.start_seconds
+    ]
+    waiting = _intersection(kernels, _merged((start, end) for _, start, end in waits))
+    running = _length(kernels) - _length(waiting)
+    overlapped = _length(_intersection(kernels, busy)) - _length(_intersection(waiting, busy))
     stalls = {
-        cause: sum(w.end_seconds - w.start_seconds for w in waits if w.cause == cause)
-        for cause in ("read", "memory")
+        kind: sum(end - start for cause, start, end in waits if cause == kind)
+        for kind in ("read", "memory")
     }
-    rest = record.seconds - running - sum(stalls.values())
+    stalled = sum(stalls.values())
     return {
-        "compute_alone_seconds": running - overlapped,
-        "compute_overlapped_seconds": overlapped,
+        "compute_alone_seconds": float(running - overlapped),
+        "compute_overlapped_seconds": float(overlapped),
         "stall_read_seconds": stalls["read"],
         "stall_memory_seconds": stalls["memory"],
         "stall_host_seconds": 0.0,
-        "gap_seconds": max(rest, 0.0),
+        "gap_seconds": max(float(record.seconds - running - stalled), 0.0),
     }
 
 
-def _covered(times: FloatArray, busy: FloatArray) -> FloatArray:
-    """Seconds of ``busy`` that lie before each time."""
-    if not len(busy):
-        return np.zeros(len(times))
-    lengths = np.r_[0.0, np.cumsum(busy[:, 1] - busy[:, 0])]
-    index = np.searchsorted(busy[:, 0], times, side="right")
-    inside = np.where(index > 0, np.maximum(busy[np.maximum(index - 1, 0), 1] - times, 0.0), 0.0)
-    covered: FloatArray = lengths[index] - inside
-    return covered
+def _intersection(one: Spans, other: Spans) -> Spans:
+    """What two lists of disjoint, ordered spans have in common."""
+    common: Spans = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if end > start:
+            common.append((start, end))
+        if one[i][1] <= other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def _length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)
 
 
 def _utilisation(record: IterationRecord) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for t in record.traffic.transfers:
-        if np.isfinite(t.transfer.end_seconds):
-            channel = channel_name(t.device, is_write=t.transfer.is_write)
-            length = t.transfer.end_seconds - t.transfer.start_seconds
-            seconds[channel] = seconds.get(channel, 0.0) + length
+    spans: dict[str, Spans] = {}
+    for t, start, end in _inside(record):
+        channel = channel_name(t.device, is_write=t.transfer.is_write)
+        spans.setdefault(channel, []).append((start, end))
     total = record.seconds
-    return {c: s / total for c, s in sorted(seconds.items())} if total > 0 else {}
+    return {c: _length(_merged(s)) / total for c, s in sorted(spans.items())} if total > 0 else {}
 
 
 def _channel_bytes(record: IterationRecord) -> dict[str, int]:

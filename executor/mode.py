@@ -10,40 +10,35 @@ ends.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from enum import Enum
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from teraio.errors import DriftError
+from teraio.executor.binding import Binding
+from teraio.executor.holding import Holding
 from teraio.executor.iteration_log import IterationLog
 from teraio.executor.output_sizes import OutputSizes
 from teraio.executor.placement import Placement
-from teraio.executor.residency import Holding, Residency, least_recently_used
+from teraio.executor.plan_position import PlanPosition, RunState
+from teraio.executor.residency import Residency, least_recently_used
 from teraio.executor.schedule import PlannedMove, Schedule
 from teraio.executor.tiers import Slot
 from teraio.profiler.dispatch import WRITE, KernelCall, KernelMode
+from teraio.profiler.operators import Operator
 from teraio.profiler.storages import StorageState
-
-_RESYNC_WINDOW = 8
-"""Kernels in a row that must match before a run that drifted is taken to follow its plan again."""
-
-_MAX_EXTRA_KERNELS = 32
-"""Unplanned kernels in a row (a metric, a log line) that a run may have and still be on plan."""
-
-
-class RunState(Enum):
-    """How a run relates to its plan."""
-
-    COLD = "cold"
-    FOLLOWING = "following"
-    ADRIFT = "adrift"
 
 
 class ExecutorMode(KernelMode):
-    """Executes a prepared schedule over a residency; see the module's docstring."""
+    """Executes a prepared schedule over a residency; see the module's docstring.
+
+    ``lock`` is held from the moment at which a kernel's storages are made resident until it has
+    run, so that other threads (saves, :mod:`thread_guard`) see and move storages between kernels.
+    """
 
     def __init__(
         self,
@@ -57,34 +52,41 @@ class ExecutorMode(KernelMode):
         stops_on_drift: bool = False,
     ) -> None:
         self.residency = residency
+        self.lock = threading.RLock()
+        self.is_running = False
         super().__init__(
             device_type=device_type, optimizer_steps=optimizer_steps, bucket_bytes=bucket_bytes
         )
         self.schedule = schedule
         self.placement = placement
-        self.state = RunState.COLD
+        self.position = PlanPosition(schedule)
         self.log = IterationLog(device_type)
         self._sizes = OutputSizes(placement.rounding_bytes)
         self._stops_on_drift = stops_on_drift
-        self._holding_of_row: list[Holding | None] = [None] * len(schedule.uses)
-        self._shift = 0
+        self._binding = Binding(schedule, placement)
+        self._thread = threading.get_ident()
         self._has_begun = False
         self._late_prefetches: list[Holding] = []
-        self._shape_differs = False
-        self._is_extra = False
-        self._num_extra = 0
         self._clock = 0
-        self._recent_ops: deque[str] = deque(maxlen=_RESYNC_WINDOW)
-        self._windows = _positions_of_windows(schedule.ops)
         residency.victim_key = least_recently_used
 
     def start(self) -> None:
         """Begin the run: cold where the optimizer has no state yet, else by the plan at once."""
-        self.log.restart_clock()
+        self.log.restart_clock(self.residency)
         self.take_places(must_start=False)
         self._settle_books()
 
     # Moments of KernelMode
+
+    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self.lock:
+            super()._view(args, kwargs)
+
+    def _run(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.lock:
+            return super()._run(func, operator, args, kwargs)
 
     def on_view(self, state: StorageState) -> None:
         self._begin_kernel()
@@ -97,21 +99,31 @@ class ExecutorMode(KernelMode):
         self._compare_with_plan(call)
         self._clock += 1
         holdings = [self._holding(state) for state in call.flags]
-        if self.state is not RunState.COLD:
-            self._bind_first_touches(holdings)
+        holdings += self._storage_arguments(call)
+        if self.position.is_planned:
+            self._binding.bind_first_touches(self._planned_kernel, holdings)
+        self._make_ready(call, holdings)
         residency = self.residency
-        residency.require(holdings, self._need_bytes(call))
-        for holding, flags in zip(holdings, call.flags.values(), strict=True):
+        for holding, flags in zip(holdings, call.flags.values(), strict=False):
             holding.last_use = self._clock
             if flags & WRITE:
                 residency.written(holding)
+                if call.operator.may_resize:
+                    residency.settle(holding)
             if call.operator.is_collective:
                 # Asynchronous communication may use it after the call has returned.
                 holding.is_fixed = True
+        if residency.order.is_kept:
+            for holding in holdings:
+                residency.order.note_use(holding)
 
     def run_kernel(self, call: KernelCall) -> Any:
         start = time.perf_counter()
-        result = call.func(*call.args, **call.kwargs)
+        was_running, self.is_running = self.is_running, True
+        try:
+            result = call.func(*call.args, **call.kwargs)
+        finally:
+            self.is_running = was_running
         self.log.kernel(self._planned_kernel, start, time.perf_counter())
         return result
 
@@ -119,30 +131,37 @@ class ExecutorMode(KernelMode):
         for state in call.born:
             holding = self._holding(state)
             holding.last_use = self._clock
-            if self._is_planned:
-                self._bind_birth(state, holding)
+            if self.position.is_planned:
+                self._binding.bind_birth(self._planned_kernel, state, holding)
         self.residency.note_peak(self._workspace_bytes())
         self.log.memory(self.residency.used_bytes)
-        if self._is_planned:
+        if self.position.is_planned:
             for move in self.schedule.offloads_after[self._planned_kernel]:
                 self._offload(move)
-        if self._is_extra:
-            self._shift -= 1
+        self.position.end_kernel()
         self._has_begun = False
 
     def on_death(self, state: StorageState) -> None:
         self.residency.note_death(state)
 
     def on_iteration_end(self) -> None:
+        with self.lock:
+            self._close_iteration()
+
+    def _close_iteration(self) -> None:
         self.residency.bury()
         is_clean = (
-            self.state is RunState.FOLLOWING and self._planned_kernel == self.schedule.num_kernels
+            self.position.state is RunState.FOLLOWING
+            and self._planned_kernel == self.schedule.num_kernels
         )
-        if self.state is RunState.FOLLOWING and not is_clean:
+        if self.position.state is RunState.FOLLOWING and not is_clean:
             self.log.drift(self.kernel, "the iteration ended early")
-        self.log.end_iteration(self.residency, is_warm_up=self.state is RunState.COLD)
-        self._shift = 0
+        self.log.end_iteration(self.residency, is_warm_up=self.position.state is RunState.COLD)
+        self.position.begin_iteration()
+        self._has_begun = False
         self._late_prefetches.clear()
+        if not self.log.last.traffic.evictions:
+            self.residency.order.forget()
         if not (is_clean and self.log.last.is_on_plan):
             self.take_places(must_start=True)
         self._settle_books()
@@ -151,6 +170,55 @@ class ExecutorMode(KernelMode):
         if self.registry.device_type == "cuda":
             self.residency.bury()
             self.residency.settle_books(torch.cuda.memory_allocated())
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        # Optimizer hooks are the process's: a step in another thread ends no iteration of this run.
+        if threading.get_ident() == self._thread:
+            super()._optimizer_ends(optimizer, *arguments)
+
+    def _module_begins(self, module: torch.nn.Module, *arguments: Any) -> None:
+        known = len(self.names.models)
+        super()._module_begins(module, *arguments)
+        if len(self.names.models) != known and not self.is_idle:
+            # Noticed just now: what it holds counts from here on, not from its first use.
+            with self.lock:
+                self._bind_names()
+
+    # Others beside the training thread's operators
+
+    def visit(self, touched: Iterable[tuple[torch.Tensor, bool]]) -> list[Holding]:
+        """Make known storages resident for work that is no kernel of this run: (tensor, whether it
+        is written). Their holdings.
+        """
+        holdings: dict[Holding, bool] = {}
+        for tensor, is_written in touched:
+            state = self.registry.find(tensor)
+            if state is not None and state.attachment is not None:
+                holdings[state.attachment] = holdings.get(state.attachment, False) or is_written
+        self.residency.require(holdings)
+        for holding, is_written in holdings.items():
+            if is_written:
+                self.residency.written(holding)
+        return list(holdings)
+
+    @contextmanager
+    def holding_back(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Keep the storages of tensors, which may be written, on the GPU inside the block."""
+        is_running, self.is_running = self.is_running, True
+        held = [
+            holding
+            for holding in self.visit((tensor, True) for tensor in tensors)
+            if not holding.is_held
+        ]
+        try:
+            for holding in held:
+                holding.is_held = True
+            yield
+        finally:
+            self.is_running = is_running
+            for holding in held:
+                holding.is_held = False
+                self.residency.order.note_use(holding)
 
     # Identity
 
@@ -164,61 +232,35 @@ class ExecutorMode(KernelMode):
         if self._bind_names() or must_start:
             self.residency.victim_key = self._by_next_use
             with torch._C._DisableTorchDispatch():
-                self.placement.establish(self.residency, self._holding_of_row)
-            self.state = RunState.FOLLOWING
+                self.placement.establish(self.residency, self._binding.holding_of_row)
+            self.position.state = RunState.FOLLOWING
+            self.residency.order.forget()
             self.log.cold_start_seconds += time.perf_counter() - start
-            self.log.restart_clock()
+            self.log.restart_clock(self.residency)
 
     def _bind_names(self) -> bool:
-        """Find the plan's named storages; whether all of them exist."""
-        found = set()
-        for tensor, name, _ in self.names.tensors():
-            row = self.schedule.row_of_name.get(name)
-            if row is None or row in found:
-                continue
-            state, _ = self.registry.find_or_add(tensor, self._birth_before, is_foreign=True)
-            if state is not None:
-                found.add(row)
-                self._bind(self._holding(state), row)
-        return self.placement.is_complete(found)
-
-    def _birth_before(self) -> tuple[int, int, int]:
-        return -1, -1, len(self.registry)
+        return self._binding.bind_names(self.names, self.registry, self._holding)
 
     def _holding(self, state: StorageState) -> Holding:
         holding = state.attachment
         return holding if holding is not None else self.residency.adopt(state)
 
-    def _bind(self, holding: Holding, row: int) -> None:
-        if holding.state.nbytes != self.placement.nbytes_of_row[row]:
-            return
-        if holding.row >= 0 and self._holding_of_row[holding.row] is holding:
-            self._holding_of_row[holding.row] = None
-        holding.row = row
-        self._holding_of_row[row] = holding
-
-    def _bind_birth(self, state: StorageState, holding: Holding) -> None:
-        row = self.schedule.row_of_birth.get((self._planned_kernel, state.birth_ordinal))
-        if row is not None:
-            self._bind(holding, row)
-
-    def _bind_first_touches(self, holdings: list[Holding]) -> None:
-        for position, row in self.schedule.row_of_first_touch.get(self._planned_kernel, ()):
-            if position < len(holdings) and self._holding_of_row[row] is None:
-                self._bind(holdings[position], row)
-
-    def _bound(self, row: int) -> Holding | None:
-        """The holding that plays a plan's storage now, if it lives and still plays it."""
-        holding = self._holding_of_row[row]
-        if holding is None or holding.row != row or holding.state.reference() is None:
-            return None
-        return holding
+    def _storage_arguments(self, call: KernelCall) -> list[Holding]:
+        """Of ``set_(storage)``, whose storage no tensor argument shows."""
+        if not call.operator.may_resize:
+            return []
+        states = [
+            self.registry.find_address(argument._cdata)
+            for argument in call.args
+            if isinstance(argument, torch.UntypedStorage)
+        ]
+        return [self._holding(state) for state in states if state is not None]
 
     # Following the plan
 
     @property
     def _planned_kernel(self) -> int:
-        return self.kernel + self._shift
+        return self.position.planned(self.kernel)
 
     def _begin_kernel(self) -> None:
         """The boundary before a kernel, once: frees, then prefetches (DESIGN: Semantics)."""
@@ -228,15 +270,15 @@ class ExecutorMode(KernelMode):
         residency = self.residency
         residency.bury()
         kernel = residency.kernel = self._planned_kernel
-        if self.state is not RunState.FOLLOWING or kernel >= self.schedule.num_kernels:
+        if self.position.state is not RunState.FOLLOWING or kernel >= self.schedule.num_kernels:
             return
         for move in self.schedule.frees_before[kernel]:
-            holding = self._bound(move.storage)
+            holding = self._binding.holding(move.storage)
             if holding is not None:
                 residency.release(holding)
         reserved_bytes = self.schedule.need_bytes[kernel]
         for move in self.schedule.prefetches_before[kernel]:
-            holding = self._bound(move.storage)
+            holding = self._binding.holding(move.storage)
             if holding is not None and not residency.prefetch(holding, reserved_bytes):
                 self._late_prefetches.append(holding)
 
@@ -251,7 +293,7 @@ class ExecutorMode(KernelMode):
                 residency.traffic.dropped_prefetches += 1
 
     def _offload(self, move: PlannedMove) -> None:
-        holding = self._bound(move.storage)
+        holding = self._binding.holding(move.storage)
         if holding is None or not holding.is_resident:
             return
         slot = holding.slot
@@ -271,83 +313,47 @@ class ExecutorMode(KernelMode):
         if self.residency.can_take(target, holding):
             self.residency.offload(holding, target)
 
-    def _need_bytes(self, call: KernelCall) -> int:
-        if self._is_planned and not self._shape_differs:
-            return self.schedule.need_bytes[self._planned_kernel] - self._foreign_bytes(call)
-        return self._sizes.predict_bytes(call)
-
-    def _foreign_bytes(self, call: KernelCall) -> int:
-        # Storages first seen among the arguments exist already and are accounted for; the plan
-        # counts them among the births of this kernel.
-        return sum(self._holding(state).allocated_bytes for state in call.born)
+    def _make_ready(self, call: KernelCall, holdings: list[Holding]) -> None:
+        """Storages resident, and room for what the kernel creates."""
+        need_bytes, is_guess = 0, False
+        if self.position.is_planned and not self.position.shape_differs:
+            kernel = self._planned_kernel
+            need_bytes = self.schedule.need_bytes[kernel]
+            # Storages first seen among the arguments exist already and are accounted for.
+            for state in call.born:
+                if (kernel, state.birth_ordinal) in self.schedule.row_of_birth:
+                    need_bytes -= self._holding(state).allocated_bytes
+            if self._sizes.depends_on_scalars(call.operator):
+                need_bytes = max(need_bytes, self._sizes.predict(call).nbytes)
+        else:
+            need_bytes, is_guess = self._sizes.predict(call)
+        self.residency.require(holdings, max(need_bytes, 0), is_guess=is_guess)
 
     def _workspace_bytes(self) -> int:
-        if self._is_planned:
+        if self.position.is_planned:
             return self.placement.workspace_bytes[self._planned_kernel]
         return 0
 
     def _by_next_use(self, holding: Holding) -> float:
-        if self.state is not RunState.FOLLOWING:
+        """Position of the next use in kernels since the run began, so that it does not age."""
+        if self.position.state is not RunState.FOLLOWING:
             return least_recently_used(holding)
+        kernel, num_kernels = self._planned_kernel, self.schedule.num_kernels
+        here = self.iteration * num_kernels + kernel
         if holding.row < 0:
-            return self.schedule.num_kernels / 2
-        return self.schedule.distance_to_next_use(holding.row, self._planned_kernel)
+            return here + num_kernels / 2
+        return here + self.schedule.distance_to_next_use(holding.row, kernel)
 
     # Drift
 
-    @property
-    def _is_planned(self) -> bool:
-        """Whether the kernel under way is the one that the plan has at this place."""
-        return self.state is RunState.FOLLOWING and not self._is_extra
-
     def _compare_with_plan(self, call: KernelCall) -> None:
-        self._shape_differs = self._is_extra = False
-        if self.state is RunState.COLD:
-            return
-        name, schedule = call.operator.name, self.schedule
-        if self.state is RunState.ADRIFT:
-            self._recognise(name)
-            if self.state is RunState.ADRIFT:
-                self._count_drift(self._planned_kernel, f"{name} while adrift")
-                return
-        kernel = self._planned_kernel
-        if kernel < schedule.num_kernels and schedule.ops[kernel] == name:
-            self._num_extra = 0
-            self._shape_differs = schedule.signatures[kernel] != call.signature
-            if self._shape_differs:
-                self._count_drift(kernel, f"{name} has other shapes")
-            return
-        planned = schedule.ops[kernel] if kernel < schedule.num_kernels else "the end"
-        self._count_drift(kernel, f"{name} instead of {planned}")
-        self._num_extra += 1
-        self._is_extra = self._num_extra <= _MAX_EXTRA_KERNELS
-        if not self._is_extra:
-            self.state = RunState.ADRIFT
-            self._shift += self._num_extra - 1
-            self._recent_ops.clear()
-
-    def _count_drift(self, kernel: int, what: str) -> None:
-        self.log.drift(kernel, what)
-        if self._stops_on_drift:
-            raise DriftError(f"kernel {kernel}: {what}; the run no longer follows its trace")
-
-    def _recognise(self, name: str) -> None:
-        """Find the place in the plan whose last kernels are the run's last kernels."""
-        self._recent_ops.append(name)
-        if len(self._recent_ops) < _RESYNC_WINDOW:
-            return
-        places = self._windows.get(tuple(self._recent_ops))
-        if places:
-            here = self._planned_kernel
-            nearest = min(places, key=lambda place: abs(place - here))
-            self._shift += nearest - here
-            self.state = RunState.FOLLOWING
-
-
-def _positions_of_windows(ops: list[str]) -> dict[tuple[str, ...], list[int]]:
-    """Index of the last kernel of every run of _RESYNC_WINDOW operators, by their names."""
-    positions: dict[tuple[str, ...], list[int]] = {}
-    for last in range(_RESYNC_WINDOW - 1, len(ops)):
-        window = tuple(ops[last - _RESYNC_WINDOW + 1 : last + 1])
-        positions.setdefault(window, []).append(last)
-    return positions
+        position = self.position
+        state, kernel = position.state, position.planned(self.kernel)
+        what = position.compare(self.kernel, call.operator.name, call.signature)
+        if position.state is not state:
+            # Eviction goes by another key from here on.
+            self.residency.order.forget()
+        if what:
+            self.log.drift(kernel, what)
+            if self._stops_on_drift:
+                raise DriftError(f"kernel {kernel}: {what}; the run no longer follows its trace")

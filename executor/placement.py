@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from teraio.contracts.plan import Plan
-from teraio.executor.residency import Holding, Residency
+from teraio.executor.holding import Holding
+from teraio.executor.residency import Residency
 from teraio.executor.tiers import Slot
 
 NAMELESS_PREFIXES = ("unnamed:", "untouched:", "untracked")

@@ -1,78 +1,143 @@
 """Guards for what reads a tensor's memory without dispatching an operator.
 
-``torch.save``, ``copy.deepcopy``, ``numpy()``, ``tolist()`` and raw pointers reach the bytes
-directly: on a storage that is away they would read nothing, silently. While a run is being executed
-they first bring back what they read. A pointer that leaves PyTorch (``data_ptr``, ``numpy``,
-DLPack) fixes its storage on the GPU, because nobody can tell how long it is used.
+``torch.save``, ``copy.deepcopy``, ``numpy()``, ``tolist()``, storages and raw pointers reach the
+bytes directly: on a storage that is away they would read nothing, silently. While a run is being
+executed they first bring back what they read. A pointer that leaves PyTorch (``data_ptr``,
+``numpy``, DLPack, shared memory) fixes its storage on the GPU, because nobody can tell how long it
+is used; one that a running kernel takes does not, because it ends with the kernel.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-_COPYING = ("tolist", "__deepcopy__", "__reduce_ex__")
+from teraio.executor.patches import Patches
+from teraio.profiler.storages import storage_of
+
+_COPYING = ("tolist", "__deepcopy__", "__reduce_ex__", "__repr__")
 _POINTING = ("numpy", "data_ptr", "__array__", "__dlpack__")
-WORKER_THREAD_PREFIX = "teraio"
+_STORAGE_COPYING = ("__getitem__", "__setitem__", "_write_file", "copy_", "fill_", "_byteswap")
+_STORAGE_POINTING = ("data_ptr", "_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+_STORAGE_SIZES = ("nbytes", "size", "__len__")
+
+
+class Guarded(Protocol):
+    """What guards ask of a run."""
+
+    def require(self, storage: torch.UntypedStorage, *, is_pointer: bool) -> None:
+        """Bring a storage back; for good if a pointer to it is given away."""
+        ...
+
+    def nbytes_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Size of a storage that is away, None for any other."""
+        ...
+
+    def make_idle(self, storage: torch.UntypedStorage) -> None:
+        """Let no transfer use the storage's memory, which the caller replaces."""
+        ...
+
+    def bring_back(self) -> Callable[[], None]:
+        """Bring everything back; the result undoes it."""
+        ...
 
 
 class ReadGuard:
-    """Patches while active. ``require(tensor, is_pointer)`` makes one tensor resident;
-    ``bring_back()`` everything, and returns what undoes it after the save.
-    """
+    """Patches while active, on behalf of one run."""
 
-    def __init__(
-        self,
-        require: Callable[[torch.Tensor, bool], None],
-        bring_back: Callable[[], Callable[[], None]],
-    ) -> None:
-        self._require = require
-        self._bring_back = bring_back
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, run: Guarded) -> None:
+        self._run = run
+        self._patches = Patches()
 
     def start(self) -> None:
         """Put the guards in place."""
         for name in (*_COPYING, *_POINTING):
-            self._patch_reader(name, is_pointer=name in _POINTING)
-        self._patch_save()
+            self._guard_tensor_method(torch.Tensor, name, is_pointer=name in _POINTING)
+        for owner in (torch, torch.utils.dlpack):
+            self._guard_tensor_method(owner, "to_dlpack", is_pointer=True)
+        for name in (*_STORAGE_COPYING, *_STORAGE_POINTING):
+            self._guard_storage_method(name, is_pointer=name in _STORAGE_POINTING)
+        for name in _STORAGE_SIZES:
+            self._guard_size(name)
+        self._guard_resize()
+        # What torch.save calls, whatever name the user has imported it under.
+        for name in ("_save", "_legacy_save"):
+            self._guard_save(name)
 
     def stop(self) -> None:
         """Take them away."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.undo()
 
-    def _patch_reader(self, name: str, *, is_pointer: bool) -> None:
-        is_own = name in torch.Tensor.__dict__
-        original = getattr(torch.Tensor, name)
-        require = self._require
+    def _guard_tensor_method(self, owner: Any, name: str, *, is_pointer: bool) -> None:
+        run = self._run
 
-        @functools.wraps(original)
-        def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not threading.current_thread().name.startswith(WORKER_THREAD_PREFIX):
-                require(tensor, is_pointer)
-            return original(tensor, *args, **kwargs)
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                storage = storage_of(tensor)
+                if storage is not None:
+                    run.require(storage, is_pointer=is_pointer)
+                return original(tensor, *args, **kwargs)
 
-        setattr(torch.Tensor, name, guarded)
-        if is_own:
-            self._undo.append(lambda: setattr(torch.Tensor, name, original))
-        else:
-            self._undo.append(lambda: delattr(torch.Tensor, name))
+            return guarded
 
-    def _patch_save(self) -> None:
-        original = torch.save
-        bring_back = self._bring_back
+        self._patches.wrap(owner, name, make)
 
-        @functools.wraps(original)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            send_away_again = bring_back()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                send_away_again()
+    def _guard_storage_method(self, name: str, *, is_pointer: bool) -> None:
+        run = self._run
 
-        torch.save = guarded
-        self._undo.append(lambda: setattr(torch, "save", original))
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def guarded(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+                run.require(storage, is_pointer=is_pointer)
+                for argument in args:
+                    if isinstance(argument, torch.UntypedStorage):
+                        run.require(argument, is_pointer=False)
+                return original(storage, *args, **kwargs)
+
+            return guarded
+
+        self._patches.wrap(torch.UntypedStorage, name, make)
+
+    def _guard_size(self, name: str) -> None:
+        """A storage that is away keeps the size that its owner knows."""
+        run = self._run
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def guarded(storage: torch.UntypedStorage) -> Any:
+                size = original(storage)
+                away_bytes = run.nbytes_of(storage) if size == 0 else None
+                return size if away_bytes is None else away_bytes
+
+            return guarded
+
+        self._patches.wrap(torch.UntypedStorage, name, make)
+
+    def _guard_resize(self) -> None:
+        run = self._run
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def guarded(storage: torch.UntypedStorage, nbytes: int) -> Any:
+                if nbytes > 0:
+                    run.require(storage, is_pointer=False)
+                run.make_idle(storage)
+                return original(storage, nbytes)
+
+            return guarded
+
+        self._patches.wrap(torch.UntypedStorage, "resize_", make)
+
+    def _guard_save(self, name: str) -> None:
+        run = self._run
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                send_away_again = run.bring_back()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    send_away_again()
+
+            return guarded
+
+        self._patches.wrap(torch.serialization, name, make)

@@ -3,83 +3,27 @@
 A storage is on the GPU, or it is away and exactly one slot holds its bytes. While it is on the GPU
 a slot may also hold a clean copy; a write makes the copy stale, and the slot is given up. Memory is
 counted where it is decided: a storage counts from its birth or fetch until its release or death.
+
+Anything here may be interrupted (a failed transfer, Ctrl-C) between any two steps. So the order of
+steps is such that a storage is never taken for resident without its bytes, nor a slot for a copy
+that was not issued; at worst a good copy is read or written once more.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 
-from teraio.errors import CapacityError
+import torch
+
+from teraio.errors import CapacityError, StoreError
+from teraio.executor.eviction_order import EvictionOrder
+from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait
 from teraio.executor.stores import Store, Transfer
 from teraio.executor.tiers import Slot, Tiers
 from teraio.profiler.storages import StorageState, original_resize
-
-SMALL_BYTES = 4096
-"""Storages below this are evicted only when no larger one is left: they free next to nothing."""
-
-
-class Holding:
-    """What the executor knows of one storage; the attachment of its StorageState."""
-
-    __slots__ = (
-        "allocated_bytes",
-        "arriving",
-        "is_fixed",
-        "is_resident",
-        "last_use",
-        "leaving",
-        "row",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, state: StorageState, allocated_bytes: int, *, is_fixed: bool) -> None:
-        self.state = state
-        self.row = -1
-        self.allocated_bytes = allocated_bytes
-        self.is_fixed = is_fixed
-        self.is_resident = True
-        self.slot: Slot | None = None
-        self.arriving: Transfer | None = None
-        self.leaving: Transfer | None = None
-        self.last_use = 0
-
-
-class TransferRecord(NamedTuple):
-    """A transfer for the timeline: its kernel, storage row, channel and cause."""
-
-    transfer: Transfer
-    device: str
-    kernel: int
-    row: int
-    cause: str
-
-
-class Wait(NamedTuple):
-    """Time in which the next kernel waited; cause: read | memory."""
-
-    kernel: int
-    row: int
-    cause: str
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass
-class Traffic:
-    """What was moved off plan, and what happened in the current iteration."""
-
-    demand_fetches: int = 0
-    demand_fetch_bytes: int = 0
-    evictions: int = 0
-    eviction_bytes: int = 0
-    dropped_prefetches: int = 0
-    transfers: list[TransferRecord] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
 
 
 class Residency:
@@ -104,10 +48,11 @@ class Residency:
         self.kernel = 0
         self.traffic = Traffic()
         self.victim_key: Callable[[Holding], float] = least_recently_used
+        self.order = EvictionOrder(lambda holding: self.victim_key(holding))
         self._rounding_bytes = rounding_bytes
         self._holdings: set[Holding] = set()
         self._dead: deque[StorageState] = deque()
-        self._is_saving = False
+        self._keepers = 0
 
     # Births and deaths
 
@@ -120,6 +65,7 @@ class Residency:
         state.attachment = holding
         self._holdings.add(holding)
         self.used_bytes += size
+        self.order.note_use(holding)
         return holding
 
     def note_death(self, state: StorageState) -> None:
@@ -145,10 +91,15 @@ class Residency:
         if storage is None or not holding.is_resident or holding.is_fixed:
             return
         self._settle_arrival(holding)
-        self._take_slot(holding, slot)
+        self._vacate(slot, holding)
+        self.written(holding)
         holding.leaving = slot.store.write(
             storage, slot.offset_bytes, holding.state.nbytes, urgent=cause != "offload"
         )
+        if not slot.is_overflow:
+            end = slot.offset_bytes + max(slot.nbytes, 1)
+            self.tiers.owners[slot.store.name].add(slot.offset_bytes, end, holding)
+        holding.slot = slot
         self._record(holding.leaving, slot.store, holding, cause)
 
     def can_take(self, slot: Slot, holding: Holding) -> bool:
@@ -164,9 +115,10 @@ class Residency:
     def release(self, holding: Holding) -> None:
         """Give back the GPU memory of a storage whose copy is good; wait for the copy if need be.
 
-        Does nothing where there is no good copy: the plan was wrong there, the data stays.
+        Does nothing where there is no good copy: the plan was wrong there, the data stays. Raises
+        StoreError if the copy could not be made; the data stays then too.
         """
-        if not holding.is_resident or holding.is_fixed or holding.slot is None:
+        if holding.slot is None or not holding.can_leave or self._keepers:
             return
         storage = holding.state.reference()
         if storage is None:
@@ -176,24 +128,27 @@ class Residency:
             holding.is_fixed = True
             return
         self._settle_arrival(holding)
-        if holding.leaving is not None:
-            self._await(holding.leaving, holding, "memory")
-            holding.leaving = None
-        original_resize(storage, 0)
-        holding.is_resident = False
-        self.used_bytes -= holding.allocated_bytes
+        self._settle_departure(holding)
+        self._await_superseded(holding)
+        self._free(holding)
 
     def fetch(self, holding: Holding, cause: str = "prefetch") -> None:
         """Take GPU memory for a storage that is away and start to read it back."""
         storage, slot = holding.state.reference(), holding.slot
-        if holding.is_resident or storage is None or slot is None:
+        if holding.is_resident or storage is None:
             return
+        assert slot is not None, "a storage that is away has a slot"
         original_resize(storage, holding.state.nbytes)
+        try:
+            holding.arriving = slot.store.read(
+                storage, slot.offset_bytes, holding.state.nbytes, urgent=cause != "prefetch"
+            )
+        except BaseException:
+            original_resize(storage, 0)
+            raise
         holding.is_resident = True
         self.used_bytes += holding.allocated_bytes
-        holding.arriving = slot.store.read(
-            storage, slot.offset_bytes, holding.state.nbytes, urgent=cause != "prefetch"
-        )
+        self.order.note_use(holding)
         self._record(holding.arriving, slot.store, holding, cause)
 
     def prefetch(self, holding: Holding, reserved_bytes: int) -> bool:
@@ -207,68 +162,119 @@ class Residency:
 
     # What a kernel needs
 
-    def require(self, holdings: Collection[Holding], need_bytes: int = 0) -> None:
+    def require(
+        self, holdings: Collection[Holding], need_bytes: int = 0, *, is_guess: bool = False
+    ) -> None:
         """Make storages resident, with ``need_bytes`` of room beside them, and their bytes visible
-        to the next kernel. Raises CapacityError if that much cannot be had.
+        to the next kernel. Raises CapacityError if that much cannot be had, unless it was a guess.
         """
         missing = [holding for holding in holdings if not holding.is_resident]
+        missing_bytes = 0
         for holding in missing:
-            need_bytes += holding.allocated_bytes
-        if need_bytes > 0 and not self._is_saving:
-            self.make_room(need_bytes, holdings)
+            missing_bytes += holding.allocated_bytes
+        if self.used_bytes + missing_bytes + need_bytes > self.capacity_bytes:
+            if is_guess:
+                with suppress(CapacityError):
+                    self.make_room(missing_bytes + need_bytes, holdings)
+                need_bytes = 0
+            self.make_room(missing_bytes + need_bytes, holdings)
         for holding in missing:
             self.traffic.demand_fetches += 1
             self.traffic.demand_fetch_bytes += holding.state.nbytes
             self.fetch(holding, "demand_fetch")
         for holding in holdings:
-            self._settle_arrival(holding)
+            if holding.arriving is not None:
+                self._settle_arrival(holding)
 
     def written(self, holding: Holding) -> None:
         """A kernel writes the storage: its copy, if any, is stale from now on."""
-        holding.leaving = None
-        self._give_up_slot(holding)
+        leaving = holding.leaving
+        if leaving is not None:
+            if not leaving.done:
+                holding.superseded = [*(holding.superseded or ()), leaving]
+            holding.leaving = None
+        if holding.slot is not None:
+            self._give_up_slot(holding)
+
+    def settle(self, holding: Holding) -> None:
+        """Wait until no transfer uses the storage's memory, which is about to be replaced."""
+        self._settle_arrival(holding)
+        with suppress(StoreError):
+            self._settle_departure(holding)
+        self._await_superseded(holding)
 
     def make_room(self, need_bytes: int, protected: Collection[Holding]) -> None:
-        """Evict until ``need_bytes`` fit. Raises CapacityError if nothing more can leave."""
-        if self.used_bytes + need_bytes <= self.capacity_bytes:
+        """Evict until ``need_bytes`` fit; nothing while :meth:`keeping`. Raises CapacityError if
+        everything that could leave has left, and StoreError.
+        """
+        if self._keepers:
             return
-        # Storages that died since the boundary (between a view and its kernel) are still counted.
+        # Storages may have died since the kernel's boundary, while views of it were taken.
         self.bury()
-        if self.used_bytes + need_bytes <= self.capacity_bytes:
-            return
-        for victim in self._victims(protected):
+        while self.used_bytes + need_bytes > self.capacity_bytes:
+            victim = self.order.pop(self._holdings, protected)
+            if victim is None:
+                raise CapacityError(self._why_no_room(need_bytes, protected))
             self._evict(victim)
-            if self.used_bytes + need_bytes <= self.capacity_bytes:
-                return
-        raise CapacityError(
-            f"kernel {self.kernel} needs {need_bytes} bytes more, but {self.used_bytes} of the "
-            f"{self.capacity_bytes} in the GPU budget cannot leave; raise --gpu-memory"
-        )
 
     def bring_back(self) -> Callable[[], None]:
         """Fetch everything that is away, over the budget if it must be: nothing is lost.
 
         Nothing is evicted until the returned function is called, which sends the same storages
-        away again, at no cost: their copies stay good.
+        away again, at no cost: their copies stay good. Raises the first StoreError, after having
+        brought back whatever else can be.
         """
         self.bury()
-        away = [h for h in self._holdings if not h.is_resident]
-        for holding in away:
-            self.fetch(holding, "demand_fetch")
+        errors: list[StoreError] = []
+        away = [holding for holding in self._holdings if not holding.is_resident]
+        for holding in [*away, *self._holdings]:
+            try:
+                self.fetch(holding, "demand_fetch")
+            except StoreError as error:
+                errors.append(error)
         for holding in list(self._holdings):
-            self._settle_arrival(holding)
-        self._is_saving = True
+            try:
+                self._settle_arrival(holding)
+            except StoreError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        self._keepers += 1
 
         def send_away_again() -> None:
-            self.resume()
+            self._keepers -= 1
             for holding in away:
                 self.release(holding)
 
         return send_away_again
 
-    def resume(self) -> None:
-        """Evict again where memory is short, after :meth:`bring_back`."""
-        self._is_saving = False
+    def restore(self) -> None:
+        """Fetch everything that is away, over the budget until the next kernel if it must be."""
+        self.bring_back()
+        self._keepers -= 1
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, storages may come but none may leave, over the budget if it must be."""
+        self._keepers += 1
+        try:
+            yield
+        finally:
+            self._keepers -= 1
+
+    def end(self) -> None:
+        """Bring everything back for good. What cannot be read is filled with 0xFF (NaN in floating
+        point) before the StoreError is raised: nobody shall take it for data.
+        """
+        try:
+            self.bring_back()
+        finally:
+            for holding in self._holdings:
+                storage = holding.state.reference()
+                if not holding.is_resident and storage is not None:
+                    original_resize(storage, holding.state.nbytes)
+                    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                    whole.fill_(0xFF)
 
     def settle_books(self, allocated_bytes: int) -> None:
         """Correct the account by the allocator's own: blocks may be larger than was asked for, and
@@ -285,60 +291,46 @@ class Residency:
         peak, self.peak_bytes = self.peak_bytes, self.used_bytes
         return peak
 
-    def holdings(self) -> Iterable[Holding]:
+    def holdings(self) -> Collection[Holding]:
         """All storages that live, in no order."""
         return self._holdings
 
     # Parts
 
-    def _victims(self, protected: Collection[Holding]) -> list[Holding]:
-        protected = set(protected)
-        candidates = [
-            h
-            for h in self._holdings
-            if h.is_resident and not h.is_fixed and h.allocated_bytes and h not in protected
-        ]
-        key = self.victim_key
-        return sorted(
-            candidates,
-            # What is just arriving was asked for: it leaves last.
-            key=lambda h: (
-                h.arriving is None,
-                h.allocated_bytes >= SMALL_BYTES,
-                key(h),
-                h.state.serial,
-            ),
-            reverse=True,
-        )
-
     def _evict(self, holding: Holding) -> None:
-        storage = holding.state.reference()
-        if storage is None:
-            return
         self.traffic.evictions += 1
         if holding.slot is None:
             self.traffic.eviction_bytes += holding.state.nbytes
             slot = self.tiers.overflow_slot(holding.state.nbytes)
-            self.offload(holding, slot, "eviction")
-        del storage
+            try:
+                self.offload(holding, slot, "eviction")
+            finally:
+                if holding.slot is not slot:
+                    self.tiers.free(slot)
         self.release(holding)
 
-    def _take_slot(self, holding: Holding, slot: Slot) -> None:
-        self._give_up_slot(holding)
-        if not slot.is_overflow:
-            owners = self.tiers.owners[slot.store.name]
-            end = slot.offset_bytes + max(slot.nbytes, 1)
-            for _, other in owners.overlapping(slot.offset_bytes, end):
-                assert isinstance(other, Holding)
-                self._displace(other)
-            owners.add(slot.offset_bytes, end, holding)
-        holding.slot = slot
+    def _why_no_room(self, need_bytes: int, protected: Collection[Holding]) -> str:
+        fixed_bytes = sum(h.allocated_bytes for h in self._holdings if h.is_resident and h.is_fixed)
+        in_use_bytes = sum(h.allocated_bytes for h in protected if h.is_resident)
+        return (
+            f"kernel {self.kernel} needs {need_bytes} bytes more than the {self.used_bytes} of the "
+            f"{self.capacity_bytes} in the GPU budget that cannot leave ({in_use_bytes} in use by "
+            f"it, {fixed_bytes} fixed by NumPy, pointers or communication); raise --gpu-memory"
+        )
 
-    def _displace(self, other: Holding) -> None:
-        # It is resident (can_take), so only a clean copy goes; a read of it still under way was
-        # issued earlier, and the store serves the two in that order.
-        other.leaving = None
-        self._give_up_slot(other)
+    def _vacate(self, slot: Slot, holding: Holding) -> None:
+        """Give the planned place to ``holding``; who lies there is resident (:meth:`can_take`)."""
+        if slot.is_overflow:
+            return
+        owners = self.tiers.owners[slot.store.name]
+        end = slot.offset_bytes + max(slot.nbytes, 1)
+        for begin, other in owners.overlapping(slot.offset_bytes, end):
+            assert isinstance(other, Holding)
+            # Only a clean copy goes; a read of it still under way was issued earlier, and the store
+            # serves the two in that order.
+            if other is not holding:
+                self.written(other)
+                owners.remove(begin, other)
 
     def _give_up_slot(self, holding: Holding) -> None:
         slot, holding.slot = holding.slot, None
@@ -350,9 +342,42 @@ class Residency:
             self.tiers.owners[slot.store.name].remove(slot.offset_bytes, holding)
 
     def _settle_arrival(self, holding: Holding) -> None:
-        if holding.arriving is not None:
+        if holding.arriving is None:
+            return
+        try:
             self._await(holding.arriving, holding, "read")
+        except StoreError:
+            # Its bytes are not there, so it is still away; the next use tries to read it again.
             holding.arriving = None
+            self._free(holding)
+            raise
+        holding.arriving = None
+
+    def _free(self, holding: Holding) -> None:
+        holding.is_resident = False
+        self.used_bytes -= holding.allocated_bytes
+        storage = holding.state.reference()
+        if storage is not None:
+            original_resize(storage, 0)
+
+    def _settle_departure(self, holding: Holding) -> None:
+        if holding.leaving is None:
+            return
+        try:
+            self._await(holding.leaving, holding, "memory")
+        except StoreError:
+            # There is no copy, so whatever leaves next time is written anew.
+            holding.leaving = None
+            self._give_up_slot(holding)
+            raise
+        holding.leaving = None
+
+    def _await_superseded(self, holding: Holding) -> None:
+        for write in holding.superseded or ():
+            # Nobody needs what it wrote; it must only be through with the memory.
+            with suppress(StoreError):
+                self._await(write, holding, "memory")
+        holding.superseded = None
 
     def _await(self, transfer: Transfer, holding: Holding, cause: str) -> None:
         start = time.perf_counter()

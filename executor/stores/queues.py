@@ -114,7 +114,8 @@ class ThreadQueues:
         self._condition = threading.Condition()
         self._normal: dict[bool, deque[ThreadTransfer]] = {False: deque(), True: deque()}
         self._urgent: dict[bool, deque[ThreadTransfer]] = {False: deque(), True: deque()}
-        # In order of issue: unfinished transfers, and failed writes whose bytes nothing replaced.
+        # In order of issue: unfinished transfers, failed writes whose bytes nothing has replaced as
+        # a whole, and the writes that have replaced a part of them.
         self._outstanding: list[ThreadTransfer] = []
         self._is_closing = False
         self._threads = [
@@ -180,6 +181,9 @@ class ThreadQueues:
                 kept.append(transfer)
             elif transfer.is_write:
                 kept = [x for x in kept if x.error is None or not transfer.covers(x)]
+                # It made good a part of what failed; the rest is bad still.
+                if any(x.error is not None and x.overlaps(transfer) for x in kept):
+                    kept.append(transfer)
         self._outstanding = kept
 
     def _serve_queue(self, is_write: bool) -> None:

@@ -187,7 +187,7 @@ def test_urgent_transfers_come_first_but_not_before_their_bytes(
     fresh, wanted = random_bytes(4096, device, 5), torch.zeros(4096, dtype=torch.uint8).to(device)
     destination = destination.to(device)
     early, late = now_and_later(device)
-    queued = [store.read(destination, 0, len(source), after=late) for _ in range(6)]
+    queued = [store.read(destination, 0, len(source), after=late) for _ in range(24)]
     store.write(fresh, 8 * MIB, 4096, after=early)
     urgent = store.read(wanted, 8 * MIB, 4096, after=early, urgent=True)
     urgent.wait()

@@ -1,0 +1,92 @@
+"""What the executor knows of one storage, and the records of what happened to storages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from teraio.executor.stores import Transfer
+from teraio.executor.tiers import Slot
+from teraio.profiler.storages import StorageState
+
+
+class Holding:
+    """The attachment of a StorageState.
+
+    ``arriving`` and ``leaving`` are transfers of its present content; ``superseded`` are writes of
+    older content that may still read its memory. ``is_fixed``: it can never leave. ``is_held``: it
+    must not leave now. ``stamp`` numbers its places in the eviction order; the newest counts.
+    """
+
+    __slots__ = (
+        "allocated_bytes",
+        "arriving",
+        "is_fixed",
+        "is_held",
+        "is_resident",
+        "last_use",
+        "leaving",
+        "row",
+        "slot",
+        "stamp",
+        "state",
+        "superseded",
+    )
+
+    def __init__(self, state: StorageState, allocated_bytes: int, *, is_fixed: bool) -> None:
+        self.state = state
+        self.row = -1
+        self.allocated_bytes = allocated_bytes
+        self.is_fixed = is_fixed
+        self.is_held = False
+        self.is_resident = True
+        self.slot: Slot | None = None
+        self.arriving: Transfer | None = None
+        self.leaving: Transfer | None = None
+        self.superseded: list[Transfer] | None = None
+        self.last_use = 0
+        self.stamp = 0
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether giving its memory back would be possible and worth something."""
+        return (
+            self.is_resident
+            and not self.is_fixed
+            and not self.is_held
+            and self.allocated_bytes > 0
+            and self.state.reference() is not None
+        )
+
+
+class TransferRecord(NamedTuple):
+    """A transfer for the timeline: its kernel, storage row, channel and cause."""
+
+    transfer: Transfer
+    device: str
+    kernel: int
+    row: int
+    cause: str
+
+
+class Wait(NamedTuple):
+    """Time in which the next kernel waited; cause: read | memory."""
+
+    kernel: int
+    row: int
+    cause: str
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass
+class Traffic:
+    """What was moved off plan, and what happened in the current iteration."""
+
+    demand_fetches: int = 0
+    demand_fetch_bytes: int = 0
+    evictions: int = 0
+    eviction_bytes: int = 0
+    dropped_prefetches: int = 0
+    transfers: list[TransferRecord] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)

@@ -1,0 +1,96 @@
+"""A run as its guards see it: storages by themselves, from any thread, outside every dispatch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from teraio.executor.holding import Holding
+from teraio.executor.mode import ExecutorMode
+from teraio.executor.thread_guard import WORKER_THREAD_PREFIX
+
+
+class RunHandle:
+    """What :class:`teraio.executor.read_guard.Guarded` asks of a run."""
+
+    def __init__(self, mode: ExecutorMode) -> None:
+        self._mode = mode
+        self._saves = threading.local()
+
+    def require(self, storage: torch.UntypedStorage, *, is_pointer: bool) -> None:
+        """Bring a storage back; for good if a pointer to it is given away, except to a kernel or a
+        save, which need it only while they last.
+        """
+        holding = self._find(storage)
+        if holding is None:
+            return
+        with self._alone(), self._mode.residency.keeping():
+            self._mode.residency.require((holding,))
+            if is_pointer and not self._mode.is_running and not self._is_saving:
+                self._mode.residency.settle(holding)
+                holding.is_fixed = True
+
+    def nbytes_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Size of a storage that is away, None for any other."""
+        holding = self._find(storage)
+        return None if holding is None or holding.is_resident else holding.state.nbytes
+
+    def make_idle(self, storage: torch.UntypedStorage) -> None:
+        """Let no transfer use the storage's memory, which the caller replaces."""
+        holding = self._find(storage)
+        if holding is not None:
+            with self._alone():
+                self._mode.residency.settle(holding)
+
+    def bring_back(self) -> Callable[[], None]:
+        """Bring everything back; the result sends it away again."""
+        if self._mode.is_idle:
+            return _nothing
+        with self._alone():
+            send_away_again = self._mode.residency.bring_back()
+        was_saving, self._saves.is_under_way = self._is_saving, True
+
+        def undo() -> None:
+            self._saves.is_under_way = was_saving
+            with self._alone():
+                send_away_again()
+
+        return undo
+
+    def restore(self) -> None:
+        """Bring everything back until memory is needed again."""
+        with self._alone():
+            self._mode.residency.restore()
+
+    def end(self) -> None:
+        """Bring everything back for good; threads that outlive the run meet an idle mode."""
+        with self._alone():
+            try:
+                self._mode.residency.end()
+            finally:
+                self._mode.is_idle = True
+
+    @property
+    def _is_saving(self) -> bool:
+        """Whether this thread is inside a save."""
+        return getattr(self._saves, "is_under_way", False)
+
+    def _find(self, storage: torch.UntypedStorage) -> Holding | None:
+        mode = self._mode
+        if mode.is_idle or threading.current_thread().name.startswith(WORKER_THREAD_PREFIX):
+            return None
+        state = mode.registry.find_address(storage._cdata)
+        holding: Holding | None = None if state is None else state.attachment
+        return holding
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._mode.lock, torch._C._DisableTorchDispatch():
+            yield
+
+
+def _nothing() -> None:
+    """Nothing to undo."""
