@@ -93,3 +93,8 @@ class EvictionOrder:
             holding.stamp,
             holding,
         )
+
+
+def least_recently_used(holding: Holding) -> float:
+    """Eviction key of a run that does not follow its trace."""
+    return -holding.last_use

@@ -16,6 +16,7 @@ from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.timeline import Timeline
 from teraio.errors import InputError, OffloadWarning
 from teraio.executor.compiled_regions import CompiledRegionGuard
+from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.placement import Placement
 from teraio.executor.read_guard import ReadGuard
@@ -91,6 +92,7 @@ class Execution:
                 ThreadGuard(mode),
                 ForkGuard(mode, handle.bring_back),
                 CompiledRegionGuard(mode),
+                InterruptGuard(mode),
             ):
                 stack.callback(guard.stop)
                 guard.start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch
 
 from teraio.errors import DriftError
 from teraio.executor.binding import Binding
+from teraio.executor.eviction_order import least_recently_used
 from teraio.executor.holding import Holding
 from teraio.executor.iteration_log import IterationLog
 from teraio.executor.output_sizes import OutputSizes
 from teraio.executor.placement import Placement
 from teraio.executor.plan_position import PlanPosition, RunState
-from teraio.executor.residency import Residency, least_recently_used
+from teraio.executor.residency import Residency
 from teraio.executor.schedule import PlannedMove, Schedule
 from teraio.executor.tiers import Slot
 from teraio.profiler.dispatch import WRITE, KernelCall, KernelMode
@@ -38,6 +39,7 @@ class ExecutorMode(KernelMode):
 
     ``lock`` is held from the moment at which a kernel's storages are made resident until it has
     run, so that other threads (saves, :mod:`thread_guard`) see and move storages between kernels.
+    ``interrupt`` is a Ctrl-C that waits for the lock to be free (:mod:`interrupt_guard`).
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ExecutorMode(KernelMode):
         self.residency = residency
         self.lock = threading.RLock()
         self.is_running = False
+        self.interrupt: Callable[[], None] | None = None
         super().__init__(
             device_type=device_type, optimizer_steps=optimizer_steps, bucket_bytes=bucket_bytes
         )
@@ -72,21 +75,27 @@ class ExecutorMode(KernelMode):
 
     def start(self) -> None:
         """Begin the run: cold where the optimizer has no state yet, else by the plan at once."""
-        self.log.restart_clock(self.residency)
-        self.take_places(must_start=False)
-        self._settle_books()
+        with self.lock:
+            self.log.restart_clock(self.residency)
+            self.take_places(must_start=False)
+            self._settle_books()
 
     # Moments of KernelMode
 
     def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self.lock:
             super()._view(args, kwargs)
+        if self.interrupt is not None:
+            self.deliver_interrupt()
 
     def _run(
         self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with self.lock:
-            return super()._run(func, operator, args, kwargs)
+            result = super()._run(func, operator, args, kwargs)
+        if self.interrupt is not None:
+            self.deliver_interrupt()
+        return result
 
     def on_view(self, state: StorageState) -> None:
         self._begin_kernel()
@@ -98,19 +107,23 @@ class ExecutorMode(KernelMode):
             self._retry_prefetches()
         self._compare_with_plan(call)
         self._clock += 1
-        holdings = [self._holding(state) for state in call.flags]
-        holdings += self._storage_arguments(call)
-        if self.position.is_planned:
+        holdings = [state.attachment or self.residency.adopt(state) for state in call.flags]
+        operator = call.operator
+        if operator.may_resize:
+            holdings += self._storage_arguments(call)
+        if self._planned_kernel in self.schedule.row_of_first_touch and self.position.is_planned:
             self._binding.bind_first_touches(self._planned_kernel, holdings)
         self._make_ready(call, holdings)
         residency = self.residency
         for holding, flags in zip(holdings, call.flags.values(), strict=False):
             holding.last_use = self._clock
-            if flags & WRITE:
+            if flags & WRITE and holding.slot is not None:
                 residency.written(holding)
-                if call.operator.may_resize:
-                    residency.settle(holding)
-            if call.operator.is_collective:
+        if operator.may_resize:
+            for holding in holdings:
+                residency.settle(holding)
+        if operator.is_collective:
+            for holding in holdings:
                 # Asynchronous communication may use it after the call has returned.
                 holding.is_fixed = True
         if residency.order.is_kept:
@@ -128,15 +141,17 @@ class ExecutorMode(KernelMode):
         return result
 
     def after_kernel(self, call: KernelCall) -> None:
+        residency, position = self.residency, self.position
+        is_planned, kernel = position.is_planned, self.kernel + position.shift
         for state in call.born:
             holding = self._holding(state)
             holding.last_use = self._clock
-            if self.position.is_planned:
-                self._binding.bind_birth(self._planned_kernel, state, holding)
-        self.residency.note_peak(self._workspace_bytes())
-        self.log.memory(self.residency.used_bytes)
-        if self.position.is_planned:
-            for move in self.schedule.offloads_after[self._planned_kernel]:
+            if is_planned:
+                self._binding.bind_birth(kernel, state, holding)
+        residency.note_peak(self.placement.workspace_bytes[kernel] if is_planned else 0)
+        self.log.memory(residency.used_bytes)
+        if is_planned:
+            for move in self.schedule.offloads_after[kernel]:
                 self._offload(move)
         self.position.end_kernel()
         self._has_begun = False
@@ -183,6 +198,17 @@ class ExecutorMode(KernelMode):
             # Noticed just now: what it holds counts from here on, not from its first use.
             with self.lock:
                 self._bind_names()
+
+    def lock_is_mine(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def deliver_interrupt(self) -> None:
+        """Let an interrupt that has waited take effect in the training thread."""
+        interrupt = self.interrupt
+        if interrupt is not None and threading.current_thread() is threading.main_thread():
+            self.interrupt = None
+            interrupt()
 
     # Others beside the training thread's operators
 
@@ -247,8 +273,6 @@ class ExecutorMode(KernelMode):
 
     def _storage_arguments(self, call: KernelCall) -> list[Holding]:
         """Of ``set_(storage)``, whose storage no tensor argument shows."""
-        if not call.operator.may_resize:
-            return []
         states = [
             self.registry.find_address(argument._cdata)
             for argument in call.args
@@ -260,7 +284,7 @@ class ExecutorMode(KernelMode):
 
     @property
     def _planned_kernel(self) -> int:
-        return self.position.planned(self.kernel)
+        return self.kernel + self.position.shift
 
     def _begin_kernel(self) -> None:
         """The boundary before a kernel, once: frees, then prefetches (DESIGN: Semantics)."""
@@ -270,14 +294,16 @@ class ExecutorMode(KernelMode):
         residency = self.residency
         residency.bury()
         kernel = residency.kernel = self._planned_kernel
-        if self.position.state is not RunState.FOLLOWING or kernel >= self.schedule.num_kernels:
+        schedule = self.schedule
+        if self.position.state is not RunState.FOLLOWING or kernel >= schedule.num_kernels:
             return
-        for move in self.schedule.frees_before[kernel]:
+        for move in schedule.frees_before[kernel]:
             holding = self._binding.holding(move.storage)
             if holding is not None:
                 residency.release(holding)
-        reserved_bytes = self.schedule.need_bytes[kernel]
-        for move in self.schedule.prefetches_before[kernel]:
+        prefetches = schedule.prefetches_before[kernel]
+        reserved_bytes = schedule.need_bytes[kernel] if prefetches else 0
+        for move in prefetches:
             holding = self._binding.holding(move.storage)
             if holding is not None and not residency.prefetch(holding, reserved_bytes):
                 self._late_prefetches.append(holding)
@@ -315,9 +341,9 @@ class ExecutorMode(KernelMode):
 
     def _make_ready(self, call: KernelCall, holdings: list[Holding]) -> None:
         """Storages resident, and room for what the kernel creates."""
-        need_bytes, is_guess = 0, False
-        if self.position.is_planned and not self.position.shape_differs:
-            kernel = self._planned_kernel
+        position, is_guess = self.position, False
+        if position.is_planned and not position.shape_differs:
+            kernel = self.kernel + position.shift
             need_bytes = self.schedule.need_bytes[kernel]
             # Storages first seen among the arguments exist already and are accounted for.
             for state in call.born:
@@ -327,12 +353,7 @@ class ExecutorMode(KernelMode):
                 need_bytes = max(need_bytes, self._sizes.predict(call).nbytes)
         else:
             need_bytes, is_guess = self._sizes.predict(call)
-        self.residency.require(holdings, max(need_bytes, 0), is_guess=is_guess)
-
-    def _workspace_bytes(self) -> int:
-        if self.position.is_planned:
-            return self.placement.workspace_bytes[self._planned_kernel]
-        return 0
+        self.residency.require(holdings, need_bytes if need_bytes > 0 else 0, is_guess=is_guess)
 
     def _by_next_use(self, holding: Holding) -> float:
         """Position of the next use in kernels since the run began, so that it does not age."""
@@ -348,7 +369,7 @@ class ExecutorMode(KernelMode):
 
     def _compare_with_plan(self, call: KernelCall) -> None:
         position = self.position
-        state, kernel = position.state, position.planned(self.kernel)
+        state, kernel = position.state, self.kernel + position.shift
         what = position.compare(self.kernel, call.operator.name, call.signature)
         if position.state is not state:
             # Eviction goes by another key from here on.

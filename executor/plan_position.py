@@ -25,23 +25,19 @@ class RunState(Enum):
 class PlanPosition:
     """Compares a run's kernels with the plan's, one after another.
 
-    The run's kernel k is the plan's ``planned(k)``. ``is_planned``: the kernel under way is the one
-    that the plan has there; ``shape_differs``: though with other shapes.
+    The run's kernel k is the plan's k + ``shift``, which may lie behind its end. ``is_planned``:
+    the kernel under way is the one that the plan has there; ``shape_differs``: with other shapes.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.state = RunState.COLD
         self.shape_differs = False
         self._schedule = schedule
-        self._shift = 0
+        self.shift = 0
         self._is_extra = False
         self._num_extra = 0
         self._recent_ops: deque[str] = deque(maxlen=_RESYNC_WINDOW)
         self._windows = _positions_of_windows(schedule.ops)
-
-    def planned(self, kernel: int) -> int:
-        """Index in the plan of the run's kernel; may lie behind the plan's end."""
-        return kernel + self._shift
 
     @property
     def is_planned(self) -> bool:
@@ -50,14 +46,26 @@ class PlanPosition:
 
     def compare(self, kernel: int, name: str, signature: int) -> str:
         """Take the run's next kernel; how it differs from the plan, "" if it does not."""
+        schedule, here = self._schedule, kernel + self.shift
         self.shape_differs = self._is_extra = False
+        if (
+            self.state is RunState.FOLLOWING
+            and here < schedule.num_kernels
+            and schedule.signatures[here] == signature
+            and schedule.ops[here] == name
+        ):
+            self._num_extra = 0
+            return ""
+        return self._compare_slowly(kernel, name, signature)
+
+    def _compare_slowly(self, kernel: int, name: str, signature: int) -> str:
         if self.state is RunState.COLD:
             return ""
         if self.state is RunState.ADRIFT:
             self._recognise(kernel, name)
             if self.state is RunState.ADRIFT:
                 return f"{name} while adrift"
-        here, schedule = kernel + self._shift, self._schedule
+        here, schedule = kernel + self.shift, self._schedule
         if here < schedule.num_kernels and schedule.ops[here] == name:
             self._num_extra = 0
             self.shape_differs = schedule.signatures[here] != signature
@@ -69,11 +77,11 @@ class PlanPosition:
     def end_kernel(self) -> None:
         """The kernel has run; an extra one takes no place in the plan."""
         if self._is_extra:
-            self._shift -= 1
+            self.shift -= 1
 
     def begin_iteration(self) -> None:
         """The run's next kernel is its kernel 0."""
-        self._shift = 0
+        self.shift = 0
 
     def _take_unplanned(self, here: int, name: str) -> None:
         if self._num_extra == 0:
@@ -82,13 +90,13 @@ class PlanPosition:
         self._recent_ops.append(name)
         left_out = self._num_left_out(here)
         if left_out:
-            self._shift += left_out
+            self.shift += left_out
             self._num_extra = 0
             return
         self._is_extra = self._num_extra <= _MAX_EXTRA_KERNELS
         if not self._is_extra:
             self.state = RunState.ADRIFT
-            self._shift += self._num_extra - 1
+            self.shift += self._num_extra - 1
             self._recent_ops.clear()
 
     def _num_left_out(self, here: int) -> int:
@@ -108,9 +116,9 @@ class PlanPosition:
             return
         places = self._windows.get(tuple(self._recent_ops))
         if places:
-            here = kernel + self._shift
+            here = kernel + self.shift
             nearest = min(places, key=lambda place: abs(place - here))
-            self._shift += nearest - here
+            self.shift += nearest - here
             self.state = RunState.FOLLOWING
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from teraio.errors import CapacityError, StoreError
-from teraio.executor.eviction_order import EvictionOrder
+from teraio.executor.eviction_order import EvictionOrder, least_recently_used
 from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait
 from teraio.executor.stores import Store, Transfer
 from teraio.executor.tiers import Slot, Tiers
@@ -168,10 +168,15 @@ class Residency:
         """Make storages resident, with ``need_bytes`` of room beside them, and their bytes visible
         to the next kernel. Raises CapacityError if that much cannot be had, unless it was a guess.
         """
-        missing = [holding for holding in holdings if not holding.is_resident]
+        missing: list[Holding] = []
         missing_bytes = 0
-        for holding in missing:
-            missing_bytes += holding.allocated_bytes
+        is_arriving = False
+        for holding in holdings:
+            if not holding.is_resident:
+                missing.append(holding)
+                missing_bytes += holding.allocated_bytes
+            elif holding.arriving is not None:
+                is_arriving = True
         if self.used_bytes + missing_bytes + need_bytes > self.capacity_bytes:
             if is_guess:
                 with suppress(CapacityError):
@@ -182,8 +187,8 @@ class Residency:
             self.traffic.demand_fetches += 1
             self.traffic.demand_fetch_bytes += holding.state.nbytes
             self.fetch(holding, "demand_fetch")
-        for holding in holdings:
-            if holding.arriving is not None:
+        if missing or is_arriving:
+            for holding in holdings:
                 self._settle_arrival(holding)
 
     def written(self, holding: Holding) -> None:
@@ -284,7 +289,9 @@ class Residency:
 
     def note_peak(self, workspace_bytes: int) -> None:
         """A kernel has run with everything resident and this much scratch."""
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes + workspace_bytes)
+        held_bytes = self.used_bytes + workspace_bytes
+        if held_bytes > self.peak_bytes:
+            self.peak_bytes = held_bytes
 
     def take_peak(self) -> int:
         """Most bytes held since the last call."""
@@ -389,8 +396,3 @@ class Residency:
         self.traffic.transfers.append(
             TransferRecord(transfer, store.name, self.kernel, holding.row, cause)
         )
-
-
-def least_recently_used(holding: Holding) -> float:
-    """Eviction key of a run that does not follow its trace."""
-    return -holding.last_use

@@ -90,6 +90,7 @@ class RunHandle:
     def _alone(self) -> Iterator[None]:
         with self._mode.lock, torch._C._DisableTorchDispatch():
             yield
+        self._mode.deliver_interrupt()
 
 
 def _nothing() -> None:

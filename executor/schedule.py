@@ -47,11 +47,7 @@ class Schedule:
     row_of_first_touch: dict[int, list[tuple[int, int]]]
     uses: list[list[int]]
     lives_on: list[bool]
-
-    @property
-    def num_kernels(self) -> int:
-        """K of the plan."""
-        return len(self.ops)
+    num_kernels: int
 
     def distance_to_next_use(self, row: int, kernel: int) -> int:
         """Kernels from ``kernel`` to the next access of a storage by trace position.
@@ -93,6 +89,7 @@ def prepare_schedule(plan: Plan) -> Schedule:
         row_of_first_touch=_first_touches(named),
         uses=uses,
         # A lifetime that wraps is used again after the cut too; distances then only look nearer.
+        num_kernels=num_kernels,
         lives_on=[
             birth == MISSING or death < birth
             for birth, death in zip(storages.birth.tolist(), storages.death.tolist(), strict=True)

@@ -8,7 +8,7 @@ use no ``torch.optim`` optimizer end theirs by :meth:`KernelMode.step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -232,7 +232,7 @@ class KernelMode(TorchDispatchMode):
             operator = self._operators[func] = describe_operator(func)
         if operator.kind is OperatorKind.IGNORED:
             return func(*args, **kwargs)
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
+        if types and any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # DTensor, jagged: what they wrap is dispatched next.
         if operator.kind is OperatorKind.VIEW:
             self._view(args, kwargs)
@@ -244,24 +244,25 @@ class KernelMode(TorchDispatchMode):
     def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             for tensor in nested_tensors(value):
-                for state in self._states_of(tensor, self._born_between, is_foreign=True):
-                    self._viewed.setdefault(state, 0)
-                    self.on_view(state)
+                state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=True)
+                if state is not None and is_new:
+                    self._born_between.append(state)
+                for viewed in (state,) if state else self._parts(tensor, self._born_between):
+                    self._viewed.setdefault(viewed, 0)
+                    self.on_view(viewed)
 
-    def _states_of(
-        self, tensor: torch.Tensor, born: list[StorageState], *, is_foreign: bool
-    ) -> Sequence[StorageState]:
-        """States of the storages that hold a tensor: one, or a sparse tensor's several."""
-        state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=is_foreign)
-        if state is not None:
-            if is_new:
-                born.append(state)
-            return (state,)
-        return [
-            state
-            for part in dense_parts(tensor)
-            for state in self._states_of(part, born, is_foreign=is_foreign)
-        ]
+    def _parts(
+        self, tensor: torch.Tensor, born: list[StorageState], *, is_foreign: bool = True
+    ) -> list[StorageState]:
+        """States of the storages that hold a sparse tensor, which has none of its own."""
+        states = []
+        for part in dense_parts(tensor):
+            state, is_new = self.registry.find_or_add(part, self._birth, is_foreign=is_foreign)
+            if state is not None:
+                states.append(state)
+                if is_new:
+                    born.append(state)
+        return states
 
     def _run(
         self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -286,14 +287,21 @@ class KernelMode(TorchDispatchMode):
         call = KernelCall(func, operator, args, kwargs)
         call.born, self._born_between = self._born_between, []
         call.flags, self._viewed = self._viewed, {}
+        touched, find_or_add, birth = call.flags, self.registry.find_or_add, self._birth
         tensors = []
         for tensor, reads, writes in tensors_with_flags(operator, args, kwargs):
             tensors.append(tensor)
             if tensor.requires_grad:
                 call.requires_grad = True
             flags = (READ if reads else 0) | (WRITE if writes else 0)
-            for state in self._states_of(tensor, call.born, is_foreign=True):
-                call.flags[state] = call.flags.get(state, 0) | flags
+            state, is_new = find_or_add(tensor, birth, is_foreign=True)
+            if state is None:
+                for part in self._parts(tensor, call.born):
+                    touched[part] = touched.get(part, 0) | flags
+                continue
+            if is_new:
+                call.born.append(state)
+            touched[state] = touched.get(state, 0) | flags
         try:
             call.signature = self._signatures.signature(operator.name, tensors)
         except RuntimeError:
@@ -307,9 +315,13 @@ class KernelMode(TorchDispatchMode):
 
     def _find_births(self, call: KernelCall, result: Any) -> None:
         for tensor in nested_tensors(result):
-            known = len(call.born)
-            self._states_of(tensor, call.born, is_foreign=False)
-            for state in call.born[known:]:
+            state, is_new = self.registry.find_or_add(tensor, self._birth, is_foreign=False)
+            if state is None:
+                known = len(call.born)
+                self._parts(tensor, call.born, is_foreign=False)
+                call.flags.update(dict.fromkeys(call.born[known:], WRITE))
+            elif is_new:
+                call.born.append(state)
                 call.flags[state] = WRITE
         if call.operator.may_resize:
             self._find_resized(call)

@@ -137,15 +137,20 @@ class StorageRegistry:
         self, tensor: torch.Tensor, birth: Callable[[], tuple[int, int, int]], *, is_foreign: bool
     ) -> tuple[StorageState | None, bool]:
         """(state, whether it is new); (None, False) for another device or a layout without one."""
-        if tensor.device.type != self.device_type:
-            return None, False
-        storage = storage_of(tensor)
-        if storage is None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
             return None, False
         address = storage._cdata
+        # Most are known, and then of the right device.
         state = self._by_address.get(address)
         if state is not None:
-            return state, False
+            if state.reference() is not None:
+                return state, False
+            # An interrupt has kept the notice of its death from being taken.
+            self._forget(state)
+        if tensor.device.type != self.device_type:
+            return None, False
         return self._add(storage, address, tensor.dtype, birth(), is_foreign=is_foreign), True
 
     def rebirth(self, state: StorageState, birth: tuple[int, int, int]) -> StorageState | None:
