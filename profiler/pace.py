@@ -7,6 +7,7 @@ only their length is taken.
 
 from __future__ import annotations
 
+import statistics
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from teraio.contracts.table import FloatArray
 
-_LAPS = 2
+_LAPS = 3
 
 
 class UnwatchedPace:
@@ -48,12 +49,9 @@ class UnwatchedPace:
 
     @property
     def seconds(self) -> float | None:
-        """The shortest of the iterations, since disturbances only lengthen; None before one ended.
-
-        Waits for the device.
-        """
+        """The median iteration, as for kernels; None before one ended. Waits for the device."""
         laps = [self._between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        return min(laps, default=None)
+        return statistics.median(laps) if laps else None
 
     def _now(self) -> Any:
         if not self._is_gpu:

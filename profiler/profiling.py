@@ -137,7 +137,7 @@ def profile_script(
 def profile_model(
     name: str,
     *,
-    steps: int = 7,
+    steps: int = 8,
     micro_batches: int = 1,
     batch: int | None = None,
     sequence: int | None = None,
@@ -150,7 +150,7 @@ def profile_model(
 
     ``batch`` (of one micro-batch) and ``sequence`` default to the model's; ``overrides`` replace
     fields of its config. Raises InputError for an unknown model or field, or too few steps (3 is
-    the least, 7 tell all that there is to know).
+    the least, 8 tell all that there is to know).
     """
     from teraio.profiler.models import build_model, make_batch
 

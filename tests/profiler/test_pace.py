@@ -25,19 +25,19 @@ def test_gaps_give_way_first_then_durations() -> None:
         assert [part.tolist() for part in met] == list(expected)
 
 
-def test_the_shortest_of_two_iterations_counts() -> None:
-    """Iterations of two optimizer steps; the third is not timed any more."""
+def test_the_median_of_three_iterations_counts() -> None:
+    """Iterations of two optimizer steps; the fourth is not timed any more."""
     pace = UnwatchedPace("cpu")
     pace.note_step()
     assert pace.seconds is None
     pace.start(2)
-    for seconds in (0.02, 0.02, 0.005, 0.005, 0.0, 0.0):
+    for seconds in (0.03, 0.03, 0.005, 0.005, 0.01, 0.01, 0.0, 0.0):
         assert not pace.is_complete or seconds == 0.0
         time.sleep(seconds)
         pace.note_step()
     assert pace.is_complete
     assert pace.seconds is not None
-    assert 0.01 <= pace.seconds < 0.04
+    assert 0.02 <= pace.seconds < 0.05
 
 
 def test_a_trace_sums_to_an_unwatched_iteration() -> None:
@@ -54,6 +54,6 @@ def test_a_trace_sums_to_an_unwatched_iteration() -> None:
             if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
                 time.sleep(0.05)
             lengths.append(time.perf_counter() - began)
-    assert max(lengths[:-2]) > 0.05
+    assert max(lengths[:-3]) > 0.05
     assert profile.trace.ideal_seconds < 0.05
-    assert profile.trace.ideal_seconds == pytest.approx(min(lengths[-2:]), abs=0.005)
+    assert profile.trace.ideal_seconds == pytest.approx(sorted(lengths[-3:])[1], abs=0.005)

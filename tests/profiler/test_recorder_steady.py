@@ -240,7 +240,7 @@ def test_done_comes_early_and_further_iterations_run_unwatched() -> None:
         trace = session.trace
         assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
         training(0)
-    assert done_after == 6
+    assert done_after == 7
     assert len(lines) == 5
     assert session.trace is trace
 
