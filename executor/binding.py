@@ -30,7 +30,7 @@ class Binding:
     def holding(self, row: int) -> Holding | None:
         """The holding that plays a row now, if it lives and still plays it."""
         holding = self._holding_of_row[row]
-        if holding is None or holding.row != row or holding.state.reference() is None:
+        if holding is None or holding.row != row or holding.is_dead:
             return None
         return holding
 

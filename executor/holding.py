@@ -14,13 +14,15 @@ class Holding:
     """The attachment of a StorageState.
 
     ``arriving`` and ``leaving`` are transfers of its present content; ``superseded`` are writes of
-    older content that may still read its memory. ``is_fixed``: it can never leave. ``is_held``: it
-    must not leave now. ``stamp`` numbers its places in the eviction order; the newest counts.
+    older content that may still read its memory. ``is_dead``: it was freed, or resized by the user,
+    which makes it another. ``is_fixed``: it can never leave. ``is_held``: it must not leave now.
+    ``stamp`` numbers its places in the eviction order; the newest counts.
     """
 
     __slots__ = (
         "allocated_bytes",
         "arriving",
+        "is_dead",
         "is_fixed",
         "is_held",
         "is_resident",
@@ -37,6 +39,7 @@ class Holding:
         self.state = state
         self.row = -1
         self.allocated_bytes = allocated_bytes
+        self.is_dead = False
         self.is_fixed = is_fixed
         self.is_held = False
         self.is_resident = True
@@ -52,6 +55,7 @@ class Holding:
         """Whether giving its memory back would be possible and worth something."""
         return (
             self.is_resident
+            and not self.is_dead
             and not self.is_fixed
             and not self.is_held
             and self.allocated_bytes > 0

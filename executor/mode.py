@@ -162,6 +162,7 @@ class ExecutorMode(KernelMode):
     def on_iteration_end(self) -> None:
         with self.lock:
             self._close_iteration()
+        self.deliver_interrupt()
 
     def _close_iteration(self) -> None:
         self.residency.bury()
@@ -198,6 +199,7 @@ class ExecutorMode(KernelMode):
             # Noticed just now: what it holds counts from here on, not from its first use.
             with self.lock:
                 self._bind_names()
+            self.deliver_interrupt()
 
     def lock_is_mine(self) -> bool:
         """Whether the calling thread holds the lock."""

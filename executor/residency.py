@@ -43,6 +43,7 @@ class Residency:
     ) -> None:
         self.tiers = tiers
         self.capacity_bytes = capacity_bytes
+        self.untracked_bytes = untracked_bytes
         self.used_bytes = untracked_bytes
         self.peak_bytes = untracked_bytes
         self.kernel = 0
@@ -70,14 +71,14 @@ class Residency:
 
     def note_death(self, state: StorageState) -> None:
         """A storage was freed; callable from any thread, takes effect in :meth:`bury`."""
-        self._dead.append(state)
+        if state.attachment is not None:
+            state.attachment.is_dead = True
+            self._dead.append(state)
 
     def bury(self) -> None:
         """Stop to account for the storages that died."""
         while self._dead:
             holding = self._dead.popleft().attachment
-            if holding is None or holding not in self._holdings:
-                continue
             self._holdings.discard(holding)
             if holding.is_resident:
                 self.used_bytes -= holding.allocated_bytes
@@ -88,7 +89,7 @@ class Residency:
     def offload(self, holding: Holding, slot: Slot, cause: str = "offload") -> None:
         """Start to write a resident storage into a slot; its memory stays until ``release``."""
         storage = holding.state.reference()
-        if storage is None or not holding.is_resident or holding.is_fixed:
+        if storage is None or not holding.is_resident or holding.is_fixed or holding.is_dead:
             return
         self._settle_arrival(holding)
         self._vacate(slot, holding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,8 +13,12 @@ import torch
 
 import teraio
 from teraio.contracts.hardware import Hardware
-from teraio.contracts.plan import Plan
+from teraio.contracts.plan import Moves, Plan
+from teraio.errors import OffloadWarning
 from teraio.executor.execution import RunReport
+from teraio.executor.mode import ExecutorMode
+from teraio.planner.plan_building import build_plan
+from teraio.planner.policies.evict_everything import evict_everything
 from teraio.profiler.models import build_model, make_batch
 from teraio.traces.trace import Trace
 
@@ -134,3 +139,168 @@ def machine() -> Callable[..., Hardware]:
         )
 
     return make
+
+
+class Layers(torch.nn.Module):
+    """Linear layers with a relu after each: the smallest model that has everything."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+Built = tuple[torch.nn.Module, Any]
+
+
+@dataclass
+class Loop:
+    """A training loop of a few lines: ``build`` makes (model, optimizers), ``step`` trains once.
+
+    ``profiled`` is the step that the trace is taken from, if the run's is to differ from it.
+    """
+
+    step: Callable[[Any, Any, int], Any]
+    build: Callable[[], Built] | None = None
+    profiled: Callable[[Any, Any, int], Any] | None = None
+
+    def made(self) -> Built:
+        torch.manual_seed(0)
+        if self.build is not None:
+            return self.build()
+        model = Layers()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+    def trace(self, steps: int = 8) -> Trace:
+        model, optimizer = self.made()
+        with teraio.profile(model, optimizer, bucket_bytes=BUCKET_BYTES) as profile:
+            for number in range(steps):
+                (self.profiled or self.step)(model, optimizer, number)
+        return profile.trace
+
+    def run(self, steps: int = 5, plan: Plan | None = None, **options: Any) -> Any:
+        """(what every step returned and all final tensors, report or None)."""
+        model, optimizer = self.made()
+        torch.manual_seed(1)
+        if plan is None:
+            returned = [self.step(model, optimizer, i) for i in range(steps)]
+            return (returned, _all_tensors(model, optimizer)), None
+        with teraio.execute(plan, model, optimizer, **options) as execution:
+            returned = [self.step(model, optimizer, i) for i in range(steps)]
+        return (returned, _all_tensors(model, optimizer)), execution.report
+
+
+def _all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    for index, one in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+        for number, state in enumerate(one.state.values()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{index} {number} {key}"] = value.clone()
+    return tensors
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    """Two results of :meth:`Loop.run`, bit by bit."""
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for name, tensor in one[1].items():
+        assert torch.equal(tensor, other[1][name]), name
+
+
+@pytest.fixture
+def layers() -> type[Layers]:
+    """The class of models of the hazard tests."""
+    return Layers
+
+
+@pytest.fixture
+def loop() -> type[Loop]:
+    """The class of loops of the hazard tests."""
+    return Loop
+
+
+@pytest.fixture
+def batch() -> Callable[..., torch.Tensor]:
+    """Random rows (rows, width), the same for the same number."""
+
+    def make(number: int, rows: int = 32, width: int = 64) -> torch.Tensor:
+        return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
+
+    return make
+
+
+@pytest.fixture
+def train(batch: Callable[..., torch.Tensor]) -> Callable[..., float]:
+    """One ordinary step of one micro-batch."""
+
+    def step(model: Any, optimizer: Any, number: int, rows: int = 32) -> float:
+        optimizer.zero_grad()
+        loss = model(batch(number, rows)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+@pytest.fixture
+def survives(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunReport]:
+    """Run a loop under plans of all kinds and compare with plain training; the last report.
+
+    At every kernel the books are compared with the bytes that the storages really have, and with
+    the budget unless ``is_counted_late``: the loop makes memory where no operator does.
+    """
+    problems: list[str] = []
+    after_kernel = ExecutorMode.after_kernel
+
+    def checked(mode: ExecutorMode, call: Any) -> None:
+        after_kernel(mode, call)
+        problems.extend(_wrong_books(mode))
+
+    monkeypatch.setattr(ExecutorMode, "after_kernel", checked)
+
+    def survive(loop: Loop, steps: int = 5, *, is_counted_late: bool = False) -> RunReport:
+        trace, (plain, _) = loop.trace(), loop.run(steps)
+        tight = machine(gpu_memory=trace.peak_allocated_bytes // 2)
+        for plan in (
+            evict_everything(trace, machine(), tiers="host"),
+            evict_everything(trace, tight, tiers="both"),
+            build_plan(trace, Moves.empty(), tight, planner="on-demand"),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", OffloadWarning)
+                result, report = loop.run(steps, plan)
+            assert_same_bits(plain, result)
+            if is_counted_late:
+                problems[:] = [problem for problem in problems if "over budget" not in problem]
+            else:
+                assert report.peak_bytes <= report.budget_bytes
+            assert problems == []
+        return report  # type: ignore[no-any-return]
+
+    return survive
+
+
+def _wrong_books(mode: ExecutorMode) -> list[str]:
+    residency, wrong = mode.residency, []
+    residency.bury()
+    held = 0
+    for holding in residency.holdings():
+        storage = holding.state.reference()
+        if storage is None:
+            continue
+        nbytes = torch._C.StorageBase.nbytes(storage)  # type: ignore[attr-defined]
+        expected = holding.state.nbytes if holding.is_resident else 0
+        held += holding.allocated_bytes if holding.is_resident else 0
+        if nbytes != expected:
+            wrong.append(f"kernel {mode.kernel}: {nbytes} bytes where {expected} are booked")
+    if residency.used_bytes != held + mode.residency.untracked_bytes:
+        wrong.append(f"kernel {mode.kernel}: {residency.used_bytes} booked, {held} held")
+    if residency.used_bytes > residency.capacity_bytes:
+        wrong.append(f"kernel {mode.kernel}: {residency.used_bytes} bytes are over budget")
+    return wrong
