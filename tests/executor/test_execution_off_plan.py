@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import teraio
+from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.errors import CapacityError, DriftError, InputError, OffloadWarning
 from teraio.planner.plan_building import build_plan, rebuild_plan
@@ -55,6 +56,20 @@ def test_random_valid_moves(llama: Any, machine: Any) -> None:
     plain.assert_same(outcome)
     assert report.drift == 0
     assert report.demand_fetches == 0
+
+
+def test_plan_for_another_bandwidth(llama: Any, machine: Any) -> None:
+    """Made for a hundredth and for a hundred times of the real rates: late, never wrong."""
+    training, plain, trace = llama
+    budget_bytes = trace.peak_allocated_bytes * 6 // 10
+    real = machine(gpu_memory=budget_bytes)
+    for factor in (0.01, 0.5, 100.0):
+        plan = teraio.plan(trace, _scaled(real, factor))
+        assert len(plan.moves) > 0
+        outcome, report = training.executed(plan)
+        plain.assert_same(outcome)
+        assert report.drift == report.demand_fetches == 0
+        assert report.peak_bytes <= budget_bytes
 
 
 def test_half_of_the_rows_deleted(llama: Any, machine: Any) -> None:
@@ -162,6 +177,21 @@ def test_skipped_optimizer_step(llama: Any, machine: Any) -> None:
     plain.assert_same(training.outcome(model, optimizer, losses))
     assert run.report.drift > 0
     assert run.report.timeline.metadata.demand_fetches == 0
+
+
+def _scaled(hardware: Hardware, factor: float) -> Hardware:
+    """The same machine with every rate multiplied."""
+
+    def scale(part: Any) -> Any:
+        names = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate")
+        return dataclasses.replace(part, **{n: getattr(part, n) * factor for n in names})
+
+    return dataclasses.replace(
+        hardware,
+        link=tuple(scale(link) for link in hardware.link),
+        host=scale(hardware.host),
+        ssd=tuple(scale(ssd) for ssd in hardware.ssd),
+    )
 
 
 def _tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
