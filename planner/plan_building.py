@@ -232,20 +232,24 @@ def state_at_cut(
         tier_offset_bytes=offset,
     )
     chains = chain_moves(moves, storages, accesses, num_kernels)
-    return rows, _copies_at_cut(moves, chains, placement, num_kernels)
+    return rows, _copies_at_cut(moves, chains, rows, num_kernels)
 
 
-def _copies_at_cut(moves: Moves, chains: Chains, placement: TextArray, num_kernels: int) -> Copies:
+def _copies_at_cut(moves: Moves, chains: Chains, rows: PlanStorages, num_kernels: int) -> Copies:
     """A copy is listed if it was begun before a cut and is still used by a move that leaves after.
 
-    A move with free_by at the cut itself has left: the placement speaks for it.
+    A move with free_by at the cut itself has left: the placement speaks for its copy, though not
+    for another copy of the same storage elsewhere.
     """
     serves = chains.is_permanent.copy()
     for cut in (num_kernels, 2 * num_kernels):
         serves |= (chains.first_kernel < cut) & (cut < chains.last_free_by)
-    listed = np.flatnonzero(serves & (placement[chains.storage] == "gpu"))
     row: IntArray = np.zeros(len(chains.storage), dtype=np.int64)
     row[chains.chain] = np.arange(len(moves))
+    is_placement = (rows.device[chains.storage] == moves.device[row]) & (
+        rows.tier_offset_bytes[chains.storage] == moves.tier_offset_bytes[row]
+    )
+    listed = np.flatnonzero(serves & ~is_placement)
     return Copies(
         storage=chains.storage[listed],
         tier=moves.tier[row[listed]],

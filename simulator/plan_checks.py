@@ -104,7 +104,8 @@ def _check_indices(trace: Trace, moves: Moves) -> None:
     half = (moves.prefetch_start == MISSING) != (moves.before_kernel == MISSING)
     must = "must be null exactly if before_kernel is"
     _refuse(half, "prefetch_start", moves.prefetch_start, must)
-    _refuse(moves.nbytes < 0, "nbytes", moves.nbytes, "must not be negative")
+    other_size = moves.nbytes != trace.storages.nbytes[moves.storage]
+    _refuse(other_size, "nbytes", moves.nbytes, "must be the nbytes of the row's storage")
     fixed = ~trace.storages.resizable[moves.storage]
     _refuse(fixed, "storage", moves.storage, "is not resizable and cannot move")
 
