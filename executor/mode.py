@@ -355,6 +355,9 @@ class ExecutorMode(KernelMode):
                 need_bytes = max(need_bytes, self._sizes.predict(call).nbytes)
         else:
             need_bytes, is_guess = self._sizes.predict(call)
+            # What was only viewed since the last kernel may leave again, if there is no room.
+            flags = list(call.flags.values())
+            holdings = [h for i, h in enumerate(holdings) if i >= len(flags) or flags[i]]
         self.residency.require(holdings, need_bytes if need_bytes > 0 else 0, is_guess=is_guess)
 
     def _by_next_use(self, holding: Holding) -> float:

@@ -146,6 +146,19 @@ def test_the_budget_by_the_allocator(
     assert 0 < watch.peak_bytes <= budget_bytes
 
 
+def test_a_budget_of_exactly_the_peak(loop: Any, train: Any, machine: Any) -> None:
+    """What the simulator says suffices, also for the first step, which makes the state."""
+    training = loop(train)
+    trace, (plain, _) = training.trace(), training.run()
+    plan = evict_everything(trace, machine(), tiers="both")
+    peak_bytes = teraio.simulate(trace, plan, machine()).metadata.peak_gpu_bytes
+    assert peak_bytes < trace.peak_allocated_bytes // 3
+    result, report = training.run(5, plan, gpu_memory=peak_bytes)
+    assert result[0] == plain[0]
+    assert report.peak_bytes <= peak_bytes
+    assert report.demand_fetches == 0
+
+
 def test_a_full_disk(planned: Path, tmp_path: Path) -> None:
     """Hazards S1 and S10: an error with path and bytes, the GPU copies kept, and on it goes."""
     result = run_script(
