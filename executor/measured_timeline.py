@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,15 +17,22 @@ Spans = list[tuple[float, float]]
 
 
 def build_timeline(
-    log: IterationLog, *, rank: int, ideal_seconds: float, capacity_bytes: int
+    log: IterationLog,
+    *,
+    rank: int,
+    ideal_seconds: float,
+    gap_seconds: float,
+    capacity_bytes: int,
 ) -> Timeline:
-    """Events and account of the newest iteration that went by the plan, else of the newest.
+    """Events and account of the median iteration among the newest that went by the plan.
 
-    On a GPU kernels have no times of their own here: the account then holds the iteration only.
+    ``gap_seconds``: idle time per iteration that the trace has too. On a GPU kernels have no times
+    of their own here: the account then holds the iteration only, as gap.
     """
     records = [r for r in log.recent if not r.is_warm_up] or list(log.recent)
     steady = [r for r in records if r.is_on_plan] or records
-    record = steady[-1] if steady else IterationRecord(0, 0.0)
+    steady = sorted(steady, key=lambda r: r.seconds)
+    record = steady[len(steady) // 2] if steady else IterationRecord(0, 0.0)
     metadata = TimelineMetadata(
         source="measured",
         iteration_seconds=record.seconds,
@@ -40,7 +48,7 @@ def build_timeline(
         evictions=record.traffic.evictions,
         eviction_bytes=record.traffic.eviction_bytes,
         cold_start_seconds=log.cold_start_seconds,
-        **_account(record),
+        **_account(record, gap_seconds if record.kernels else math.inf),
     )
     return Timeline(events=Events.from_rows(list(_rows(record, rank))), metadata=metadata)
 
@@ -84,11 +92,12 @@ def _merged(spans: Iterable[tuple[float, float]]) -> Spans:
     return merged
 
 
-def _account(record: IterationRecord) -> dict[str, Any]:
+def _account(record: IterationRecord, gap_seconds: float) -> dict[str, Any]:
     """Six disjoint parts of the iteration that add up to it, seconds.
 
     A kernel that waits inside (a pointer taken by its own code) is waiting then, not running; what
-    is neither is the gap, the host's own time included.
+    is neither is the gap as far as the trace has one (``gap_seconds``), and beyond that the host's
+    stall: the executor's own time.
     """
     kernels = _merged((start, end) for _, start, end in record.kernels)
     busy = _merged((start, end) for _, start, end in _inside(record))
@@ -104,14 +113,14 @@ def _account(record: IterationRecord) -> dict[str, Any]:
         kind: sum(end - start for cause, start, end in waits if cause == kind)
         for kind in ("read", "memory")
     }
-    stalled = sum(stalls.values())
+    idle = max(float(record.seconds - running - sum(stalls.values())), 0.0)
     return {
         "compute_alone_seconds": float(running - overlapped),
         "compute_overlapped_seconds": float(overlapped),
         "stall_read_seconds": stalls["read"],
         "stall_memory_seconds": stalls["memory"],
-        "stall_host_seconds": 0.0,
-        "gap_seconds": max(float(record.seconds - running - stalled), 0.0),
+        "stall_host_seconds": max(idle - gap_seconds, 0.0),
+        "gap_seconds": min(idle, gap_seconds),
     }
 
 

@@ -70,6 +70,7 @@ class ExecutorMode(KernelMode):
         self._thread = threading.get_ident()
         self._has_begun = False
         self._late_prefetches: list[Holding] = []
+        self._late_offloads: list[PlannedMove] = []
         self._clock = 0
         residency.victim_key = least_recently_used
 
@@ -99,7 +100,11 @@ class ExecutorMode(KernelMode):
 
     def on_view(self, state: StorageState) -> None:
         self._begin_kernel()
-        self.residency.require((self._holding(state),))
+        holding = self._holding(state)
+        # Beside a view nothing is created yet, so its prefetch may fit already.
+        if holding in self._late_prefetches and self.residency.prefetch(holding, 0):
+            self._late_prefetches.remove(holding)
+        self.residency.require((holding,))
 
     def before_kernel(self, call: KernelCall) -> None:
         self._begin_kernel()
@@ -152,7 +157,8 @@ class ExecutorMode(KernelMode):
         self.log.memory(residency.used_bytes)
         if is_planned:
             for move in self.schedule.offloads_after[kernel]:
-                self._offload(move)
+                if not self._offload(move):
+                    self._late_offloads.append(move)
         self.position.end_kernel()
         self._has_begun = False
 
@@ -179,6 +185,7 @@ class ExecutorMode(KernelMode):
         if not self.log.last.traffic.evictions:
             self.residency.order.forget()
         if not (is_clean and self.log.last.is_on_plan):
+            self._late_offloads.clear()
             self.take_places(must_start=True)
         self._settle_books()
 
@@ -295,6 +302,11 @@ class ExecutorMode(KernelMode):
         self._has_begun = True
         residency = self.residency
         residency.bury()
+        if self._late_offloads:
+            # Who held their places died after the kernel: the user's reference outlived it.
+            late, self._late_offloads = self._late_offloads, []
+            for move in late:
+                self._offload(move)
         kernel = residency.kernel = self._planned_kernel
         schedule = self.schedule
         if self.position.state is not RunState.FOLLOWING or kernel >= schedule.num_kernels:
@@ -320,10 +332,11 @@ class ExecutorMode(KernelMode):
             if not residency.prefetch(holding, reserved_bytes):
                 residency.traffic.dropped_prefetches += 1
 
-    def _offload(self, move: PlannedMove) -> None:
+    def _offload(self, move: PlannedMove) -> bool:
+        """Start a planned write; False if another storage's only copy lies in its place."""
         holding = self._binding.holding(move.storage)
         if holding is None or not holding.is_resident:
-            return
+            return True
         slot = holding.slot
         lies_there = (
             slot is not None
@@ -331,15 +344,17 @@ class ExecutorMode(KernelMode):
             and slot.offset_bytes == move.offset_bytes
         )
         if not move.writes and lies_there:
-            return
+            return True
         target = Slot(
             self.residency.tiers.stores[move.device],
             move.offset_bytes,
             move.nbytes,
             is_overflow=False,
         )
-        if self.residency.can_take(target, holding):
-            self.residency.offload(holding, target)
+        if not self.residency.can_take(target, holding):
+            return False
+        self.residency.offload(holding, target)
+        return True
 
     def _make_ready(self, call: KernelCall, holdings: list[Holding]) -> None:
         """Storages resident, and room for what the kernel creates."""

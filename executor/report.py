@@ -58,6 +58,7 @@ def make_report(
             log,
             rank=metadata.rank,
             ideal_seconds=metadata.ideal_seconds,
+            gap_seconds=metadata.gap_seconds,
             capacity_bytes=budget_bytes,
         ),
     )

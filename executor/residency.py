@@ -24,6 +24,7 @@ from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait
 from teraio.executor.stores import Store, Transfer
 from teraio.executor.tiers import Slot, Tiers
 from teraio.profiler.storages import StorageState, original_resize
+from teraio.units import format_bytes
 
 
 class Residency:
@@ -109,7 +110,8 @@ class Residency:
         end = slot.offset_bytes + max(slot.nbytes, 1)
         others = owners.overlapping(slot.offset_bytes, end)
         return all(
-            other is holding or (isinstance(other, Holding) and other.is_resident)
+            other is holding
+            or (isinstance(other, Holding) and (other.is_resident or other.is_dead))
             for _, other in others
         )
 
@@ -283,9 +285,7 @@ class Residency:
                     whole.fill_(0xFF)
 
     def settle_books(self, allocated_bytes: int) -> None:
-        """Correct the account by the allocator's own: blocks may be larger than was asked for, and
-        libraries hold memory that no dispatch mode sees.
-        """
+        """Correct the account by the allocator's own: libraries hold memory that no mode sees."""
         self.used_bytes = allocated_bytes
 
     def note_peak(self, workspace_bytes: int) -> None:
@@ -321,9 +321,10 @@ class Residency:
         fixed_bytes = sum(h.allocated_bytes for h in self._holdings if h.is_resident and h.is_fixed)
         in_use_bytes = sum(h.allocated_bytes for h in protected if h.is_resident)
         return (
-            f"kernel {self.kernel} needs {need_bytes} bytes more than the {self.used_bytes} of the "
-            f"{self.capacity_bytes} in the GPU budget that cannot leave ({in_use_bytes} in use by "
-            f"it, {fixed_bytes} fixed by NumPy, pointers or communication); raise --gpu-memory"
+            f"kernel {self.kernel} needs {format_bytes(need_bytes)} more, but of the GPU budget of "
+            f"{format_bytes(self.capacity_bytes)} {format_bytes(self.used_bytes)} cannot leave "
+            f"({format_bytes(in_use_bytes)} used by it, {format_bytes(fixed_bytes)} pinned down by "
+            "NumPy, pointers or communication); raise --gpu-memory"
         )
 
     def _vacate(self, slot: Slot, holding: Holding) -> None:

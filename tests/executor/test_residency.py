@@ -244,3 +244,19 @@ class _Storages:
         state, _ = self._registry.find_or_add(tensor, birth, is_foreign=False)
         assert state is not None
         return Holding(state, nbytes, is_fixed=False)
+
+
+def test_the_dead_hold_no_place(bench: Bench) -> None:
+    """Also before their burial: a planned offload into a dead storage's slot is not refused."""
+    tensor, holding = bench.add(16)
+    bench.residency.offload(holding, bench.slot(0, 16))
+    bench.residency.release(holding)
+    other, successor = bench.add(16, 5)
+    assert not bench.residency.can_take(bench.slot(0, 16), successor)
+    del tensor
+    assert bench.residency.can_take(bench.slot(0, 16), successor)
+    bench.residency.offload(successor, bench.slot(0, 16))
+    bench.residency.bury()
+    bench.residency.release(successor)
+    bench.residency.require((successor,))
+    assert bool((other == 5).all())
