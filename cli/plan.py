@@ -80,12 +80,19 @@ def _show(console: Console, plan: Plan, output: Path | None) -> None:
             "peak on the host",
             f"{size(metadata.peak_host_bytes)} of {size(metadata.host_memory_bytes)}",
         ),
-        ("moves", f"{len(plan.moves):,}"),
+        ("moves", f"{len(plan.moves):,}" if len(plan.moves) else _why_no_moves(plan)),
         ("moved per iteration", f"{size(offloaded)} out, {size(fetched)} in"),
         ("written to SSD per iteration", size(written)),
         ("planning took", duration(metadata.planning_seconds)),
     ]
     console.print(facts(str(output or "plan, not saved (no -o)"), rows))
+
+
+def _why_no_moves(plan: Plan) -> str:
+    metadata = plan.metadata
+    if metadata.peak_gpu_bytes <= metadata.gpu_memory_bytes and metadata.planner != "on-demand":
+        return "none needed: everything fits; give a smaller --gpu-memory to offload"
+    return "none: this planner makes no moves ahead"
 
 
 def _of(used_bytes: int, budget_bytes: int) -> str:

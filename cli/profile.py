@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     cls=ScriptCommand,
     options_metavar="-o TRACE [OPTIONS]",
     example="teraio profile -o gpt.trace train.py --batch-size 4\n"
-    "teraio profile -o gpt2.trace --model gpt2",
+    "teraio profile -o gpt2.trace --model tiny-gpt2",
 )
 @output_option("The trace to write, e.g. gpt.trace.")
 @click.option("--model", metavar="NAME", help="Record a reference model; no SCRIPT then.")

@@ -78,7 +78,7 @@ def run(
     write_timeline(report.timeline, timeline)
     data = {
         "steps": report.steps,
-        "measured_seconds": report.measured_seconds,
+        "measured_seconds": report.measured_seconds if report.steps else None,
         "predicted_seconds": loaded.predicted_seconds,
         "peak_bytes": report.peak_bytes,
         "drift": report.drift,
@@ -91,12 +91,13 @@ def run(
 
 
 def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
+    kernels = len(plan.kernels) * (report.steps - report.warm_up_steps)
     rows = [
-        ("steps", f"{report.steps:,}"),
-        ("measured iteration, median", duration(report.measured_seconds)),
+        ("steps", f"{report.steps:,}" if report.steps else "0: the script made no optimizer step"),
+        ("measured iteration, median", duration(report.measured_seconds if report.steps else None)),
         ("predicted iteration", duration(plan.predicted_seconds)),
         ("peak on the GPU", f"{size(report.peak_bytes)} of {size(report.budget_bytes)}"),
-        ("kernels off the trace", f"{report.drift:,}"),
+        ("kernels off the trace (drift)", f"{report.drift:,} of {kernels:,}"),
         ("demand fetches", f"{report.demand_fetches:,} ({size(report.demand_fetch_bytes)})"),
         ("evictions", f"{report.evictions:,} ({size(report.eviction_bytes)})"),
     ]

@@ -98,6 +98,7 @@ def _metadata(
         micro_batches=origin.micro_batches,
         optimizer_steps=origin.optimizer_steps,
         bucket_bytes=origin.bucket_bytes,
+        gap_seconds=float(trace.kernels.gap_before_seconds.sum()),
         allocator_rounding_bytes=origin.allocator_rounding_bytes,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 from teraio.errors import MissingDependencyError
@@ -30,6 +31,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError('profiling needs PyTorch: pip install "teraio[torch]"')
+    # torch's profiler, which measures scratch memory, would announce itself on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -314,7 +314,7 @@ def test_a_broken_machine_is_refused(folder: Path, damage: str) -> None:
 
 BROKEN_PLANS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "does not exist": (remove("p.plan"), ("p.plan: no such plan directory",)),
-    "is a trace": (swap_in_the_trace, ("p.plan/moves.parquet: missing",)),
+    "is a trace": (swap_in_the_trace, ("p.plan: is a trace, not a plan",)),
     "truncated": (edit_file(MOVES, lambda b: b[:-20]), ("moves.parquet: not readable",)),
     "flipped byte": (flip_a_data_byte(MOVES), ("moves.parquet: not readable",)),
     "lacks a file": (remove("p.plan/copies.parquet"), ("copies.parquet: missing",)),

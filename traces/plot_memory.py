@@ -47,15 +47,16 @@ def plot_memory(trace: Trace, capacity_bytes: int | None = None, axes: Axes | No
     factor, unit = drawing.time_unit(starts[-1])
     edges = np.r_[starts[chosen], starts[-1]] * factor
     drawing.tidy(axes)
-    _draw_areas(axes, trace, chosen, edges)
-    active = active_bytes(trace)[chosen] / drawing.GB
+    most_bytes = max(trace.peak_allocated_bytes, capacity_bytes or 0)
+    scale, memory_unit = drawing.memory_unit(most_bytes)
+    _draw_areas(axes, trace, chosen, edges, scale)
+    active = active_bytes(trace)[chosen] * scale
     axes.stairs(active, edges, fill=True, color=drawing.BLACK, label="in use by the kernel")
     if capacity_bytes is not None:
-        drawing.capacity_line(axes, capacity_bytes)
-    top = max(trace.peak_allocated_bytes, capacity_bytes or 0) / drawing.GB
-    axes.set(xlim=(0, edges[-1] or 1), ylim=(0, 1.12 * top or 1))
+        drawing.capacity_line(axes, capacity_bytes, scale, memory_unit)
+    axes.set(xlim=(0, edges[-1] or 1), ylim=(0, 1.12 * most_bytes * scale or 1))
     _draw_phases(axes, trace, starts * factor)
-    axes.set(xlabel=f"ideal time ({unit})", ylabel="GPU memory (GB)")
+    axes.set(xlabel=f"ideal time ({unit})", ylabel=f"GPU memory ({memory_unit})")
     axes.set_title(trace.metadata.model, loc="left", fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
@@ -79,14 +80,16 @@ def _kernels_to_draw(trace: Trace, starts: np.ndarray) -> IntArray:
     return chosen
 
 
-def _draw_areas(axes: Axes, trace: Trace, chosen: IntArray, edges: np.ndarray) -> None:
+def _draw_areas(
+    axes: Axes, trace: Trace, chosen: IntArray, edges: np.ndarray, scale: float
+) -> None:
     layers = live_bytes_by_kind(trace, allocated=True)
     layers["workspace"] = trace.kernels.workspace_bytes
     below = np.zeros(len(chosen))
     for kind, live in layers.items():
         if not live.any():
             continue
-        above = below + live[chosen] / drawing.GB
+        above = below + live[chosen] * scale
         axes.stairs(
             above,
             edges,

@@ -20,6 +20,7 @@ from teraio.contracts.plan import Accesses
 from teraio.contracts.table import BoolArray, Column, FloatArray, IntArray, Table, TextArray
 from teraio.errors import InputError
 from teraio.traces.checks import check_trace
+from teraio.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,6 +140,13 @@ class Trace:
 
     def __post_init__(self) -> None:
         check_trace(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Trace of {self.metadata.model or 'an iteration'}: {self.num_kernels} kernels, "
+            f"{len(self.storages)} storages, ideal {format_seconds(self.ideal_seconds)}, "
+            f"peak {format_bytes(self.peak_allocated_bytes)}>"
+        )
 
     @property
     def num_kernels(self) -> int:

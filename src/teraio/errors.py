@@ -32,6 +32,8 @@ class CapacityError(TeraioError, MemoryError):
 class DriftError(TeraioError, RuntimeError):
     """The run no longer follows its trace, and the user asked to stop in that case."""
 
+    exit_code = 1
+
 
 class MissingDependencyError(TeraioError, ImportError):
     """An optional library is needed for this call. The message says how to install it."""

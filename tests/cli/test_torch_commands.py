@@ -32,6 +32,7 @@ def calls(
         measured_seconds=0.25,
         peak_bytes=10**9,
         budget_bytes=2 * 10**9,
+        warm_up_steps=1,
         drift=2,
         first_drift="kernel 4 is aten.relu, not aten.gelu",
         demand_fetches=3,
@@ -57,7 +58,9 @@ def calls(
 
     for name, answer in answers.items():
         monkeypatch.setattr(name, replacement(name, answer), raising=False)
-    monkeypatch.setattr(Plan, "load", lambda path: SimpleNamespace(predicted_seconds=0.2))
+    monkeypatch.setattr(
+        Plan, "load", lambda path: SimpleNamespace(predicted_seconds=0.2, kernels=[0] * 7)
+    )
     return seen
 
 

@@ -93,6 +93,8 @@ def import_g10(path: str | Path) -> Trace:
 def _read(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file") from None
     except OSError as error:
         raise InputError(f"{file}: not readable as gzip ({error})") from None
     except (ValueError, EOFError, zlib.error) as error:

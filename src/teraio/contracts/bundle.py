@@ -24,6 +24,12 @@ from teraio.errors import InputError, OffloadWarning
 FORMAT_VERSION = 1
 _KEY = b"teraio"
 
+_TELLTALE_FILE = {
+    "trace": "storages.parquet",
+    "plan": "moves.parquet",
+    "timeline": "events.parquet",
+}
+
 M = TypeVar("M")
 
 
@@ -73,8 +79,7 @@ def load_bundle(
     if recover_directory(path):
         message = f"{path}: a save was interrupted; the version before it was restored"
         warnings.warn(message, OffloadWarning, stacklevel=3)
-    if not path.is_dir():
-        raise InputError(f"{path}: no such {kind} directory")
+    _check_is_bundle(path, kind)
     loaded: dict[str, Any] = {}
     blocks: dict[str, dict[str, Any]] = {}
     for name, table_class in tables.items():
@@ -87,6 +92,19 @@ def load_bundle(
     if content_hash(loaded, metadata) != first["hash"]:
         raise InputError(f"{path}: the content does not match its hash; the files were changed")
     return loaded, metadata
+
+
+def _check_is_bundle(path: Path, kind: str) -> None:
+    """Tell a missing directory, something else, and a bundle of another kind apart."""
+    if not path.exists():
+        raise InputError(f"{path}: no such {kind} directory")
+    if not path.is_dir():
+        raise InputError(f"{path}: is a file, not a {kind}, which is a directory NAME.{kind}")
+    for other in ("trace", "plan", "timeline"):
+        if other != kind and (path / _TELLTALE_FILE[other]).is_file():
+            is_of_this_kind = (path / _TELLTALE_FILE[kind]).is_file()
+            if not is_of_this_kind:
+                raise InputError(f"{path}: is a {other}, not a {kind}")
 
 
 def _read_file(file: Path, table_class: type[Table]) -> tuple[Table, dict[str, Any]]:

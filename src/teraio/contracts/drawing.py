@@ -28,7 +28,6 @@ DARK_RED = "#8C2D04"
 PINK = "#CC79A7"
 CAPACITY_COLOR = "#B00020"
 
-GB = 1e9
 _DOTS_PER_INCH = 160
 
 
@@ -48,16 +47,19 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def capacity_line(axes: Axes, capacity_bytes: float) -> None:
-    """The dashed line that memory must stay below, readable on any colour."""
+def capacity_line(axes: Axes, capacity_bytes: float, factor: float, unit: str) -> None:
+    """The dashed line that memory must stay below, readable on any colour.
+
+    ``factor`` and ``unit`` are the axis's (:func:`memory_unit`).
+    """
     from matplotlib.patheffects import withStroke
 
     axes.axhline(
-        capacity_bytes / GB,
+        capacity_bytes * factor,
         color=CAPACITY_COLOR,
         linestyle="--",
         linewidth=1.6,
-        label=f"capacity {capacity_bytes / GB:.3g} GB",
+        label=f"capacity {capacity_bytes * factor:.3g} {unit}",
         path_effects=[withStroke(linewidth=3.2, foreground="white")],
     )
 
@@ -73,6 +75,14 @@ def save_picture(axes: Axes, path: str | Path) -> None:
     key = "Software" if path.suffix == ".png" else "Creator"
     with replacing_file(path) as temporary:
         figure.savefig(temporary, dpi=_DOTS_PER_INCH, metadata={key: "teraio"})
+
+
+def memory_unit(num_bytes: float) -> tuple[float, str]:
+    """Factor and name of the decimal unit in which an axis that spans ``num_bytes`` reads best."""
+    for factor, unit in ((1e-9, "GB"), (1e-6, "MB")):
+        if num_bytes * factor >= 1:
+            return factor, unit
+    return 1e-3, "kB"
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

@@ -16,6 +16,7 @@ import numpy as np
 from teraio.contracts.bundle import content_hash, load_bundle, save_bundle
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.table import MISSING, BoolArray, Column, IntArray, Table, TextArray
+from teraio.units import format_bytes, format_seconds
 
 TIERS = ("gpu", "host", "ssd")
 
@@ -184,7 +185,11 @@ class Copies(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMetadata:
-    """How a plan came to be and what it promises. Bytes and seconds; None where unknown."""
+    """How a plan came to be and what it promises. Bytes and seconds; None where unknown.
+
+    ``gap_seconds`` are the trace's own, per iteration: what a run idles beyond them and its waits
+    for storages and memory is the executor's (stall_host).
+    """
 
     trace_hash: str
     hardware: str
@@ -209,6 +214,7 @@ class PlanMetadata:
     micro_batches: int = 1
     optimizer_steps: int = 1
     bucket_bytes: int = 0
+    gap_seconds: float = 0.0
     allocator_rounding_bytes: int = 1
 
 
@@ -222,6 +228,14 @@ class Plan:
     accesses: Accesses
     copies: Copies
     metadata: PlanMetadata
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan by {self.metadata.planner}: {len(self.moves)} moves, "
+            f"predicted {format_seconds(self.predicted_seconds)}, "
+            f"{self.fraction_of_ideal:.1%} of ideal, "
+            f"peak {format_bytes(self.metadata.peak_gpu_bytes)}>"
+        )
 
     @property
     def hardware(self) -> Hardware:

@@ -64,7 +64,7 @@ def plot_timeline(timeline: Timeline, axes: Axes | None = None) -> Axes:
     axes.set_title(_headline(timeline), loc="left", fontsize="medium")
     _draw_iteration_ends(axes, events, factor)
     _draw_memory(memory_axes, timeline, edges, factor)
-    memory_axes.set(xlim=(0, span * factor), xlabel=f"time ({unit})", ylabel="GPU memory (GB)")
+    memory_axes.set(xlim=(0, span * factor), xlabel=f"time ({unit})")
     return axes
 
 
@@ -157,18 +157,21 @@ def _draw_iteration_ends(axes: Axes, events: Events, factor: float) -> None:
 
 def _draw_memory(axes: Axes, timeline: Timeline, edges: FloatArray, factor: float) -> None:
     drawing.tidy(axes)
+    scale, unit = drawing.memory_unit(_most_bytes(timeline))
     events = timeline.events.take(timeline.events.what == "memory")
     for rank in sorted(set(events.rank.tolist())):
-        held = _held_bytes(events.take(events.rank == rank), edges) / drawing.GB
+        held = _held_bytes(events.take(events.rank == rank), edges) * scale
         label = "held" if rank == events.rank.min() else None
         axes.stairs(held, edges * factor, fill=True, color=drawing.SKY, alpha=0.55, label=label)
         axes.stairs(held, edges * factor, baseline=None, color=drawing.BLUE, linewidth=1)
-    capacity = timeline.metadata.capacity_bytes / drawing.GB
-    if capacity > 0:
-        drawing.capacity_line(axes, timeline.metadata.capacity_bytes)
-    top = max(capacity, timeline.metadata.peak_gpu_bytes / drawing.GB)
-    axes.set_ylim(0, 1.12 * top or 1)
+    if timeline.metadata.capacity_bytes > 0:
+        drawing.capacity_line(axes, timeline.metadata.capacity_bytes, scale, unit)
+    axes.set(ylim=(0, 1.12 * _most_bytes(timeline) * scale or 1), ylabel=f"GPU memory ({unit})")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+
+
+def _most_bytes(timeline: Timeline) -> int:
+    return max(timeline.metadata.capacity_bytes, timeline.metadata.peak_gpu_bytes)
 
 
 def _held_bytes(events: Events, edges: FloatArray) -> npt.NDArray[np.float64]:

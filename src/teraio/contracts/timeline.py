@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from teraio.contracts.bundle import load_bundle, save_bundle
 from teraio.contracts.table import Column, FloatArray, IntArray, Table, TextArray
+from teraio.units import format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,6 +88,13 @@ class Timeline:
 
     events: Events
     metadata: TimelineMetadata
+
+    def __repr__(self) -> str:
+        m = self.metadata
+        return (
+            f"<Timeline, {m.source}: iteration {format_seconds(m.iteration_seconds)}, "
+            f"ideal {format_seconds(m.ideal_seconds)}, {len(self.events)} events>"
+        )
 
     @property
     def iteration_seconds(self) -> float:
