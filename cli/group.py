@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
 
 from teraio import __version__
 from teraio.errors import MissingDependencyError, TeraioError
+
+# torch's profiler, which measures scratch memory, would announce itself on stderr. It reads this
+# when torch is imported, which some commands do.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 COMMANDS = {
     "demo": ("teraio.cli.demo:demo", "Profile, plan, simulate and execute a small model."),
