@@ -13,7 +13,7 @@ from teraio.errors import MissingDependencyError, TeraioError
 
 # torch's profiler, which measures scratch memory, would announce itself on stderr. It reads this
 # when torch is imported, which some commands do.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 COMMANDS = {
     "demo": ("teraio.cli.demo:demo", "Profile, plan, simulate and execute a small model."),

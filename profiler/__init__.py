@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError('profiling needs PyTorch: pip install "teraio[torch]"')
     # torch's profiler, which measures scratch memory, would announce itself on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
