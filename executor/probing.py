@@ -250,7 +250,7 @@ class _Bench:
         count = 2
         rounds: list[tuple[float, float]] = []
         while len(rounds) < self._effort.rounds:
-            issued = {is_write: [] for is_write in (False, True)}  # type: ignore[var-annotated]
+            issued: dict[bool, list[Transfer]] = {False: [], True: []}
             for index in range(count):
                 for is_write in directions:
                     issued[is_write].append(self._issue(is_write, index))

@@ -202,8 +202,8 @@ def test_interrupts(loop: Any, layers: Any, train: Any, machine: Any) -> None:
             # What comes too late for a kernel comes when the run ends.
             with suppress(KeyboardInterrupt), run:
                 for number in range(8):
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, 0.01))
                     try:
+                        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, 0.01))
                         train(model, optimizer, number)
                         time.sleep(0.02)
                     except KeyboardInterrupt:
@@ -212,8 +212,7 @@ def test_interrupts(loop: Any, layers: Any, train: Any, machine: Any) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-    # How many come in time depends on the machine; that some do is what the test is about.
-    assert interrupts >= 4
+    assert interrupts >= 24
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, expected)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -265,7 +264,6 @@ def test_nothing_grows(loop: Any, train: Any, machine: Any, monkeypatch: Any) ->
             if number in (10, 49):
                 count(run)
     assert counts[0][:-1] == counts[1][:-1]
-    # Hundreds of objects; one for each of the 39 iterations and its kernels would be many more.
-    assert abs(counts[0][-1] - counts[1][-1]) <= 10
+    assert abs(counts[0][-1] - counts[1][-1]) <= 3
     assert threading.active_count() == threads
     assert len(run.iteration_seconds) == 50
