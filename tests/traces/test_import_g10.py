@@ -140,7 +140,11 @@ def test_malformed_files_are_refused_by_row(tmp_path: Path, change: Any, message
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b"[]")])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b"[]")],
+    ids=["empty", "not gzip", "cut off JSON", "a list"],
+)
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     """Empty, plain and truncated files, and JSON of another shape."""
     file = tmp_path / "tiny.json.gz"
