@@ -71,6 +71,7 @@ def _kernels(recorder: Recorder, template: list[Segment]) -> Kernels:
         peer_rank=_integers(
             MISSING if c is None or c.peer_rank is None else c.peer_rank for c in collectives
         ),
+        call=np.full(count, MISSING),
     )
 
 

@@ -23,7 +23,7 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from teraio.cli import main
-from teraio.contracts.bundle import content_hash, save_bundle
+from teraio.contracts.bundle import FORMAT_VERSIONS, content_hash, save_bundle
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.traces.trace import Trace
@@ -139,7 +139,7 @@ def set_metadata(name: str, **fields: Any) -> Callable[[Path], None]:
         whole = kind.load(folder / name)
         block = {
             "kind": name.split(".")[-1],
-            "format_version": 1,
+            "format_version": FORMAT_VERSIONS[name.split(".")[-1]],
             "metadata": asdict(whole.metadata) | fields,
         }
         known = {name: value for name, value in fields.items() if hasattr(whole.metadata, name)}

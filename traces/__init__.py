@@ -7,9 +7,10 @@ from teraio.traces.lifetimes import (
     inactive_periods,
     live_bytes,
 )
-from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
+from teraio.traces.trace import Calls, Kernels, Storages, Trace, TraceMetadata
 
 __all__ = [
+    "Calls",
     "InactivePeriods",
     "Kernels",
     "Storages",

@@ -27,6 +27,7 @@ def check_trace(trace: Trace) -> None:
     _check_kernels(trace)
     _check_storages(trace)
     _check_accesses(trace)
+    _check_calls(trace)
 
 
 def _refuse(bad: npt.NDArray[np.bool_], where: str, values: npt.NDArray[Any], must: str) -> None:
@@ -157,3 +158,17 @@ def _check_accesses(trace: Trace) -> None:
     )
     must = "access outside the storage's lifetime"
     _refuse(outside, "accesses.kernel", accesses.kernel, must)
+
+
+def _check_calls(trace: Trace) -> None:
+    calls, call = trace.calls, trace.kernels.call
+    _check_dense(calls.call, "calls.call")
+    unknown = (call < -1) | (call >= len(calls))
+    _refuse(unknown, "kernels.call", call, f"must be null or in 0..{len(calls) - 1}")
+    for name in ("flops", "read_bytes", "written_bytes"):
+        values = getattr(calls, name)
+        _refuse(values < 0, f"calls.{name}", values, "must not be negative")
+    known = np.flatnonzero(call >= 0)
+    differs = np.zeros(len(call), dtype=bool)
+    differs[known] = calls.op[call[known]] != trace.kernels.op[known]
+    _refuse(differs, "kernels.call", call, "is the call of another operator")

@@ -55,6 +55,7 @@ class Kernels(Table):
     group: TextArray
     group_sequence: IntArray
     peer_rank: IntArray
+    call: IntArray
 
     COLUMNS = (
         Column("kernel", "int", "index, 0..K-1"),
@@ -70,6 +71,7 @@ class Kernels(Table):
         Column("group", "text", "process group of a collective", nullable=True),
         Column("group_sequence", "int", "rank-independent number of the collective", nullable=True),
         Column("peer_rank", "int", "other side of a send or recv", nullable=True),
+        Column("call", "int", "row of the calls table; null if not recorded", nullable=True),
     )
 
 
@@ -99,6 +101,31 @@ class Storages(Table):
         Column("death", "int", "kernel after which it is freed; null if persistent", nullable=True),
         Column("dtype", "text", "element type of the tensor that created it", nullable=True),
         Column("resizable", "bool", "false: its memory cannot be given back, so it never moves"),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Calls(Table):
+    """The distinct operator calls behind the kernels: all that is needed to make one again.
+
+    Kernels of one call do the same work. A model has few (about a hundred), so that each can be
+    timed once. ``arguments`` is JSON; its form is told in :mod:`teraio.profiler.costs.calls`.
+    """
+
+    call: IntArray
+    op: TextArray
+    arguments: TextArray
+    flops: IntArray
+    read_bytes: IntArray
+    written_bytes: IntArray
+
+    COLUMNS = (
+        Column("call", "int", "index, 0..C-1"),
+        Column("op", "text", "operator with overload"),
+        Column("arguments", "text", "JSON of shapes, strides, dtypes and scalars"),
+        Column("flops", "int", "floating-point operations of matrix products; else 0"),
+        Column("read_bytes", "int", "bytes read, each storage once", "bytes"),
+        Column("written_bytes", "int", "bytes written, each storage once", "bytes"),
     )
 
 
@@ -137,6 +164,7 @@ class Trace:
     storages: Storages
     accesses: Accesses
     metadata: TraceMetadata
+    calls: Calls = field(default_factory=Calls.empty)
 
     def __post_init__(self) -> None:
         check_trace(self)
@@ -182,7 +210,7 @@ class Trace:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over all three tables and the metadata; plans refer to their trace by it."""
+        """SHA-256 over all four tables and the metadata; plans refer to their trace by it."""
         return content_hash(self._tables(), self.metadata)
 
     def _tables(self) -> dict[str, Table]:
@@ -216,6 +244,7 @@ _TABLES: dict[str, type[Table]] = {
     "kernels": Kernels,
     "storages": Storages,
     "accesses": Accesses,
+    "calls": Calls,
 }
 
 

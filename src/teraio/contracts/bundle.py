@@ -21,7 +21,9 @@ from teraio.contracts.output import recover_directory, replacing_directory
 from teraio.contracts.table import Table
 from teraio.errors import InputError, OffloadWarning
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = {"trace": 2, "plan": 1, "timeline": 1}
+"""Of each kind. Traces: 2 added the calls behind the kernels."""
+
 _KEY = b"teraio"
 
 _TELLTALE_FILE = {
@@ -52,7 +54,7 @@ def save_bundle(path: Path, kind: str, tables: Mapping[str, Table], metadata: An
     block = json.dumps(
         {
             "kind": kind,
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSIONS[kind],
             "hash": content_hash(tables, metadata),
             "metadata": asdict(metadata),
         },
@@ -81,13 +83,13 @@ def load_bundle(
         warnings.warn(message, OffloadWarning, stacklevel=3)
     _check_is_bundle(path, kind)
     loaded: dict[str, Any] = {}
-    blocks: dict[str, dict[str, Any]] = {}
+    first: dict[str, Any] = {}
     for name, table_class in tables.items():
         file = path / f"{name}.parquet"
-        loaded[name], blocks[name] = _read_file(file, table_class)
-    first = next(iter(blocks.values()))
-    for name, block in blocks.items():
-        _check_block(block, first, kind, path / f"{name}.parquet")
+        arrow, block = _read_file(file)
+        first = first or block
+        _check_block(block, first, kind, file)
+        loaded[name] = table_class.from_arrow(arrow, str(file))
     metadata = build_dataclass(metadata_class, first.get("metadata"), str(path))
     if content_hash(loaded, metadata) != first["hash"]:
         raise InputError(f"{path}: the content does not match its hash; the files were changed")
@@ -107,7 +109,7 @@ def _check_is_bundle(path: Path, kind: str) -> None:
                 raise InputError(f"{path}: is a {other}, not a {kind}")
 
 
-def _read_file(file: Path, table_class: type[Table]) -> tuple[Table, dict[str, Any]]:
+def _read_file(file: Path) -> tuple[Any, dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -124,16 +126,17 @@ def _read_file(file: Path, table_class: type[Table]) -> tuple[Table, dict[str, A
         block = None
     if not isinstance(block, dict):
         raise InputError(f"{file}: has no teraio metadata block")
-    return table_class.from_arrow(arrow, str(file)), block
+    return arrow, block
 
 
 def _check_block(block: dict[str, Any], first: dict[str, Any], kind: str, file: Path) -> None:
     if block.get("kind") != kind:
         raise InputError(f"{file}: holds a {block.get('kind')}, not a {kind}")
-    if block.get("format_version") != FORMAT_VERSION:
+    version = FORMAT_VERSIONS[kind]
+    if block.get("format_version") != version:
         raise InputError(
             f"{file}: format version {block.get('format_version')} "
-            f"is not {FORMAT_VERSION}, which this teraio reads"
+            f"is not {version}, which this teraio reads; make the {kind} anew"
         )
     if block.get("hash") != first.get("hash"):
         raise InputError(f"{file}: belongs to another save than the files beside it (hash differs)")

@@ -88,9 +88,13 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Any]]) -> Self:
-        """A table from rows in the order of ``COLUMNS``; None becomes MISSING or the empty text."""
+        """A table from rows in the order of ``COLUMNS``; None becomes MISSING or the empty text.
+
+        Rows may leave out the last columns, if those are nullable.
+        """
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(cls.COLUMNS)
         null = {"int": MISSING, "text": ""}
+        columns += [(None,) * len(rows) for c in cls.COLUMNS[len(columns) :] if c.nullable]
         data = {
             c.name: [null.get(c.kind, v) if v is None else v for v in values]
             for c, values in zip(cls.COLUMNS, columns, strict=True)
