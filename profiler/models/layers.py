@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
-AttentionKernel: TypeAlias = Literal["sdpa", "math"]
+AttentionKernel: TypeAlias = Literal["auto", "sdpa", "flash", "efficient", "cudnn", "math"]
 """``sdpa``: whatever PyTorch picks. ``math``: explicit softmax, deterministic also in fp32 on CUDA,
 where the backward of the fused kernel is not."""
 
@@ -50,7 +50,7 @@ def attend(
 
     ``scale`` defaults to head ** -0.5. Causal attention takes no bias; put the mask into it.
     """
-    if kernel == "sdpa":
+    if kernel in ("auto", "sdpa"):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=is_causal, scale=scale
         )
