@@ -44,6 +44,8 @@ class Recorder(KernelMode):
     with a line of text after each optimizer step that was recorded, ``when_complete`` once.
     """
 
+    source = "measured"
+
     def __init__(
         self,
         *,
@@ -92,6 +94,11 @@ class Recorder(KernelMode):
     def device_type(self) -> str:
         """Type of the device whose storages are recorded."""
         return self.registry.device_type
+
+    @property
+    def device_label(self) -> str:
+        """What the trace calls the device."""
+        return self.device_type
 
     # Stepping aside
 
@@ -206,7 +213,7 @@ class Recorder(KernelMode):
     @property
     def allocator_rounding_bytes(self) -> int:
         """The caching allocator of CUDA rounds up to this; others are taken at their word."""
-        return 512 if self.device_type == "cuda" else 1
+        return 512 if self.device_label == "cuda" else 1
 
     # Storages
 

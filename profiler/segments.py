@@ -91,7 +91,7 @@ class SegmentAccesses:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Kernels between two cuts: lists by kernel, filled while they run."""
+    """Kernels between two cuts: lists by kernel, filled while they run; ``calls`` if described."""
 
     index: int
     operators: list[str] = field(default_factory=list)
@@ -102,6 +102,7 @@ class Segment:
     phases: list[str] = field(default_factory=list)
     micro_batches: list[int] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
     collectives: dict[int, Collective] = field(default_factory=dict)
     optimizer: int = 0
     watched_seconds: float = 0.0

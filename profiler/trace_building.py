@@ -71,7 +71,7 @@ def _kernels(recorder: Recorder, template: list[Segment]) -> Kernels:
         peer_rank=_integers(
             MISSING if c is None or c.peer_rank is None else c.peer_rank for c in collectives
         ),
-        call=np.full(count, MISSING),
+        call=_integers(_joined(s.calls or [MISSING] * len(s) for s in template)),
     )
 
 
@@ -220,8 +220,8 @@ def _metadata(recorder: Recorder, kernels: Kernels, model: str, kept_bytes: int)
     period = recorder.recording.require_steady().period
     rank, world_size = _rank_and_world_size()
     return TraceMetadata(
-        source="measured",
-        device=recorder.device_type,
+        source=recorder.source,
+        device=recorder.device_label,
         torch_version=str(torch.__version__),
         allocator_rounding_bytes=recorder.allocator_rounding_bytes,
         rank=rank,

@@ -1,0 +1,113 @@
+"""Builds a training loop from its description; the same code runs on real and on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from teraio.profiler.models import build_model, model_config
+from teraio.profiler.training.setup import Precision, TrainingSetup
+
+RunMicroBatches = Callable[[int], None]
+"""Runs forward and backward of so many micro-batches, and leaves the gradients behind."""
+
+
+class Training:
+    """A model, its optimizer, and what one iteration does with them."""
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run_micro_batches: RunMicroBatches,
+    ) -> None:
+        self.setup = setup
+        self.model = model
+        self.optimizer = optimizer
+        self._run_micro_batches = run_micro_batches
+
+    def run_iteration(self, micro_batches: int | None = None) -> None:
+        """All micro-batches (or so many), then clipping, the optimizer's step, and no gradients."""
+        with matrix_product_precision(self.setup.dtype):
+            self._run_micro_batches(micro_batches or self.setup.micro_batches)
+            self._clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _clip(self) -> None:
+        if self.setup.clip_norm is not None:
+            nn.utils.clip_grad_norm_(
+                self.model.parameters(),
+                self.setup.clip_norm,
+                # Left to itself, torch asks for exact tensor types and takes fake ones one by one.
+                foreach=self.setup.optimizer_implementation != "for-loop",
+            )
+
+
+def build_training(setup: TrainingSetup, device: str | torch.device = "cpu") -> Training:
+    """A freshly initialised model on ``device`` and the loop that trains it on random tokens.
+
+    Inside FakeTensorMode nothing is allocated. Raises InputError for what the model cannot do.
+    """
+    device = torch.device(device)
+    model, run_micro_batches = _build_parallel(setup, device)
+    return Training(setup, model, _build_optimizer(setup, model), run_micro_batches)
+
+
+def _build_parallel(
+    setup: TrainingSetup, device: torch.device
+) -> tuple[nn.Module, RunMicroBatches]:
+    with device:
+        model = build_model(setup.model, attention=setup.attention, checkpoint=setup.checkpoint)
+    return model, lambda count: accumulate_gradients(model, setup, device, count)
+
+
+def _build_optimizer(setup: TrainingSetup, model: nn.Module) -> torch.optim.Optimizer:
+    implementation = setup.optimizer_implementation
+    return torch.optim.AdamW(
+        model.parameters(), fused=implementation == "fused", foreach=implementation == "foreach"
+    )
+
+
+def accumulate_gradients(
+    model: nn.Module, setup: TrainingSetup, device: torch.device, micro_batches: int
+) -> None:
+    """Forward and backward of one micro-batch after another."""
+    for _ in range(micro_batches):
+        tokens, targets = random_batch(setup, device)
+        with autocast(setup.dtype, device):
+            loss = model(tokens, targets)
+        (loss / micro_batches).backward()
+
+
+def random_batch(setup: TrainingSetup, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, int64 (micro_batch_size, sequence) each, drawn on the device."""
+    vocabulary = model_config(setup.model).vocabulary
+    shape = (setup.micro_batch_size, setup.sequence)
+    tokens = torch.randint(vocabulary, shape, device=device)
+    return tokens, torch.randint(vocabulary, shape, device=device)
+
+
+@contextlib.contextmanager
+def autocast(dtype: Precision, device: torch.device) -> Iterator[None]:
+    """Mixed precision where the setup asks for it."""
+    if dtype != "bf16":
+        yield
+        return
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        yield
+
+
+@contextlib.contextmanager
+def matrix_product_precision(dtype: Precision) -> Iterator[None]:
+    """TF32 for float32 matrix products on a GPU, or not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

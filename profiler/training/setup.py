@@ -1,0 +1,102 @@
+"""What is trained, and how: everything that decides which kernels an iteration runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+from teraio.errors import InputError
+from teraio.profiler.models import ModelConfig
+from teraio.profiler.models.layers import AttentionKernel, Checkpointing
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
+"""``bf16``: autocast, with float32 parameters, gradients and optimizer state. ``tf32``: the kernels
+of fp32, their matrix products in TF32."""
+
+OptimizerImplementation: TypeAlias = Literal["fused", "foreach", "for-loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """One rank's part of a training iteration.
+
+    ``model``: a reference model's name or sizes. ``micro_batch_size`` sequences of ``sequence``
+    tokens make a micro-batch, ``micro_batches`` of them an iteration. ``clip_norm``: largest norm
+    of all gradients together, None for no clipping. ``stages`` > 1: a 1F1B pipeline, of which this
+    rank runs ``stage``. ``tensor_parallel`` and ``data_parallel`` (FSDP2) count the ranks that
+    share a layer, or the parameters. ``compile_blocks``: each block runs as compiled regions.
+    """
+
+    model: str | ModelConfig
+    sequence: int
+    micro_batch_size: int
+    micro_batches: int = 1
+    dtype: Precision = "fp32"
+    optimizer: Literal["adamw"] = "adamw"
+    optimizer_implementation: OptimizerImplementation = "fused"
+    clip_norm: float | None = None
+    checkpoint: Checkpointing = "none"
+    attention: AttentionKernel = "auto"
+    stages: int = 1
+    stage: int = 0
+    tensor_parallel: int = 1
+    tensor_parallel_rank: int = 0
+    data_parallel: int = 1
+    data_parallel_rank: int = 0
+    compile_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "micro_batch_size", "micro_batches", "stages"):
+            _check_at_least_one(name, getattr(self, name))
+        for parallel in ("tensor_parallel", "data_parallel"):
+            _check_at_least_one(parallel, getattr(self, parallel))
+            _check_rank(f"{parallel}_rank", getattr(self, f"{parallel}_rank"), parallel, self)
+        _check_rank("stage", self.stage, "stages", self)
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise InputError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm: must be positive, got {self.clip_norm}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together."""
+        return self.stages * self.data_parallel * self.tensor_parallel
+
+    @property
+    def rank(self) -> int:
+        """This rank among them: tensor-parallel ranks are neighbours, stages are furthest apart."""
+        within_stage = self.data_parallel_rank * self.tensor_parallel + self.tensor_parallel_rank
+        return self.stage * self.data_parallel * self.tensor_parallel + within_stage
+
+    @property
+    def warmup_forwards(self) -> int:
+        """Forward passes of this stage before its first backward pass, beyond the first (1F1B)."""
+        return self.stages - 1 - self.stage
+
+    def describe(self) -> str:
+        """The fields that differ from their defaults, in one line."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self)}
+        return ", ".join(f"{k}={v}" for k, v in given.items() if v != defaults[k])
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": get_args(Precision),
+    "optimizer": ("adamw",),
+    "optimizer_implementation": get_args(OptimizerImplementation),
+    "checkpoint": get_args(Checkpointing),
+    "attention": get_args(AttentionKernel),
+}
+
+
+def _check_at_least_one(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}: must be an integer of at least 1, got {value!r}")
+
+
+def _check_rank(name: str, value: Any, of: str, setup: TrainingSetup) -> None:
+    count = getattr(setup, of)
+    if not isinstance(value, int) or not 0 <= value < count:
+        raise InputError(f"{name}: must be in 0..{count - 1} ({of} = {count}), got {value!r}")
