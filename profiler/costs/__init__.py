@@ -1,0 +1,1 @@
+"""What kernels cost: their calls, their work, and how long a GPU takes for them."""
