@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 @output_option("The trace to write, e.g. gpt.trace.")
 @click.option("--model", metavar="NAME", help="Record a reference model; no SCRIPT then.")
 @click.option("--steps", type=click.IntRange(min=3), help="With --model: iterations to run.")
-@click.option("--batch", type=click.IntRange(min=1), help="With --model: sequences at once.")
 @click.option("--sequence", type=click.IntRange(min=1), help="With --model: tokens of each.")
+@click.option(
+    "--micro-batch-size", type=click.IntRange(min=1), help="With --model: sequences at once."
+)
 @click.option("--micro-batches", type=click.IntRange(min=1), help="With --model: per iteration.")
 @click.option("--device", help="With --model: cpu or cuda.")
 @click.argument("script", metavar="[SCRIPT]", type=INPUT_PATH, required=False)

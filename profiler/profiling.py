@@ -138,37 +138,34 @@ def profile_model(
     name: str,
     *,
     steps: int = 8,
-    micro_batches: int = 1,
-    batch: int | None = None,
     sequence: int | None = None,
+    micro_batch_size: int | None = None,
     device: str | torch.device = "cpu",
     bucket_bytes: int = AUTOMATIC_BUCKETS,
     progress: Progress | None = None,
-    **overrides: Any,
+    **options: Any,
 ) -> Trace:
-    """Train a reference model with AdamW for at most so many steps under the recorder.
+    """Train a reference model for at most so many steps under the recorder.
 
-    ``batch`` (of one micro-batch) and ``sequence`` default to the model's; ``overrides`` replace
-    fields of its config. Raises InputError for an unknown model or field, or too few steps (3 is
-    the least, 8 tell all that there is to know).
+    ``sequence`` and ``micro_batch_size`` default to the model's; ``options`` are fields of
+    :class:`teraio.profiler.training.TrainingSetup`, or replace fields of the model's sizes. Raises
+    InputError for an unknown model or field, or too few steps (3 is the least, 8 tell all that
+    there is to know).
     """
-    from teraio.profiler.models import build_model, make_batch
+    from teraio.profiler.training import build_training, reference_setup
 
-    with torch.device(device):
-        model = build_model(name, **overrides)
-    batches = [make_batch(model, batch, sequence) for _ in range(micro_batches)]
-    optimizer = torch.optim.AdamW(model.parameters())
+    setup = reference_setup(
+        name, sequence=sequence, micro_batch_size=micro_batch_size, options=options
+    )
+    training = build_training(setup, device)
     recorder = Recorder(
         device_type=torch.device(device).type, bucket_bytes=bucket_bytes, progress=progress
     )
-    recorder.names.add_model(model)
+    recorder.names.add_model(training.model)
     session = Profile(recorder, model=name)
     with session:
         for _ in range(steps):
-            for tokens, targets in batches:
-                (model(tokens, targets) / micro_batches).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            training.run_iteration()
             if session.done:
                 break
     return session.trace

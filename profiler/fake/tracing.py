@@ -1,4 +1,4 @@
-"""The door to traces without a GPU: build a training loop of fake tensors, record, unroll, price."""
+"""The door to traces without a GPU: train on fake tensors, record, unroll, price."""
 
 from __future__ import annotations
 

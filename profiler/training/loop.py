@@ -62,7 +62,7 @@ def _build_parallel(
     setup: TrainingSetup, device: torch.device
 ) -> tuple[nn.Module, RunMicroBatches]:
     with device:
-        model = build_model(setup.model, attention=setup.attention, checkpoint=setup.checkpoint)
+        model = build_model(setup.model, **setup.model_options)
     return model, lambda count: accumulate_gradients(model, setup, device, count)
 
 

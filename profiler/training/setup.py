@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from teraio.errors import InputError
-from teraio.profiler.models import ModelConfig
+from teraio.profiler.models import MODELS, ModelConfig, model_config
 from teraio.profiler.models.layers import AttentionKernel, Checkpointing
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
@@ -22,7 +23,8 @@ class TrainingSetup:
 
     ``model``: a reference model's name or sizes. ``micro_batch_size`` sequences of ``sequence``
     tokens make a micro-batch, ``micro_batches`` of them an iteration. ``clip_norm``: largest norm
-    of all gradients together, None for no clipping. ``stages`` > 1: a 1F1B pipeline, of which this
+    of all gradients together, None for no clipping. ``checkpoint`` and ``attention`` None: as the
+    model's sizes say. ``stages`` > 1: a 1F1B pipeline, of which this
     rank runs ``stage``. ``tensor_parallel`` and ``data_parallel`` (FSDP2) count the ranks that
     share a layer, or the parameters. ``compile_blocks``: each block runs as compiled regions.
     """
@@ -35,8 +37,8 @@ class TrainingSetup:
     optimizer: Literal["adamw"] = "adamw"
     optimizer_implementation: OptimizerImplementation = "fused"
     clip_norm: float | None = None
-    checkpoint: Checkpointing = "none"
-    attention: AttentionKernel = "auto"
+    checkpoint: Checkpointing | None = None
+    attention: AttentionKernel | None = None
     stages: int = 1
     stage: int = 0
     tensor_parallel: int = 1
@@ -54,10 +56,16 @@ class TrainingSetup:
         _check_rank("stage", self.stage, "stages", self)
         for name, known in _CHOICES.items():
             value = getattr(self, name)
-            if value not in known:
+            if value is not None and value not in known:
                 raise InputError(f"{name}: {value!r} is not one of {', '.join(known)}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm: must be positive, got {self.clip_norm}")
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Fields of the model's sizes that this setup replaces."""
+        given = {"checkpoint": self.checkpoint, "attention": self.attention}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def world_size(self) -> int:
@@ -80,6 +88,30 @@ class TrainingSetup:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default for f in fields(self)}
         return ", ".join(f"{k}={v}" for k, v in given.items() if v != defaults[k])
+
+
+def reference_setup(
+    name: str,
+    *,
+    sequence: int | None = None,
+    micro_batch_size: int | None = None,
+    options: Mapping[str, Any],
+) -> TrainingSetup:
+    """The setup of a reference model, with the batch that it trains on unless told otherwise.
+
+    ``options`` are fields of :class:`TrainingSetup`, or replace fields of the model's sizes. Raises
+    InputError for an unknown model or field.
+    """
+    known = TrainingSetup.__dataclass_fields__
+    sizes = {field: value for field, value in options.items() if field not in known}
+    config = model_config(name, **sizes)
+    spec = MODELS[name]
+    return TrainingSetup(
+        model=config if sizes else name,
+        sequence=spec.sequence if sequence is None else sequence,
+        micro_batch_size=spec.batch if micro_batch_size is None else micro_batch_size,
+        **{field: value for field, value in options.items() if field in known},
+    )
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {

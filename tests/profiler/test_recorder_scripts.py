@@ -106,7 +106,7 @@ def test_errors_of_a_script_propagate(tmp_path: Path) -> None:
 
 
 def test_reference_models_are_profiled_by_name() -> None:
-    trace = profile_model("tiny-llama", micro_batches=2, batch=1, sequence=8, layers=1)
+    trace = profile_model("tiny-llama", micro_batches=2, micro_batch_size=1, sequence=8, layers=1)
     assert trace.metadata.model == "tiny-llama"
     assert trace.metadata.micro_batches == 2
     assert {"forward", "backward", "optimizer"} <= set(trace.kernels.phase)
@@ -120,7 +120,7 @@ def test_unknown_reference_models_are_refused() -> None:
 
 def test_few_steps_of_a_reference_model_leave_scratch_memory_unknown() -> None:
     with pytest.warns(OffloadWarning, match="too few"):
-        profile_model("tiny-llama", steps=3, batch=1, sequence=8, layers=1)
+        profile_model("tiny-llama", steps=3, micro_batch_size=1, sequence=8, layers=1)
 
 
 def test_importing_needs_no_torch_until_a_name_is_used() -> None:
@@ -143,7 +143,7 @@ def test_importing_needs_no_torch_until_a_name_is_used() -> None:
 
 
 def test_traces_survive_saving(tmp_path: Path) -> None:
-    trace = profile_model("tiny-llama", batch=1, sequence=8, layers=1)
+    trace = profile_model("tiny-llama", micro_batch_size=1, sequence=8, layers=1)
     trace.save(tmp_path / "t.trace")
     loaded = Trace.load(tmp_path / "t.trace")
     assert loaded.hash == trace.hash
