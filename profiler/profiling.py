@@ -70,21 +70,26 @@ def profile(
     *,
     device: str | torch.device | None = None,
     bucket_bytes: int = AUTOMATIC_BUCKETS,
+    describe_calls: bool = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Record the training loop inside the ``with`` block; ``.trace`` is one steady iteration of it.
 
     Models and optimizers that are not given are noticed as they run. ``device`` defaults to that of
     the model's parameters, else of the first optimizer's. ``bucket_bytes``: size at which
-    operators over parameter lists are split. ``progress`` is called with a line of text after each
-    optimizer step.
+    operators over parameter lists are split. ``describe_calls``: keep what ``teraio time`` needs to
+    time each distinct operator call elsewhere. ``progress`` is called with a line of text after
+    each optimizer step.
 
     A steady iteration is preceded by at least one other (the first creates optimizer state) and
     followed by one like it; six optimizer steps give three timed iterations and one in which
     scratch memory is measured. Results of training do not change, to the bit.
     """
     recorder = Recorder(
-        device_type=_device_type(model, device), bucket_bytes=bucket_bytes, progress=progress
+        device_type=_device_type(model, device),
+        bucket_bytes=bucket_bytes,
+        describe_calls=describe_calls,
+        progress=progress,
     )
     for known_model in _as_list(model, torch.nn.Module):
         recorder.names.add_model(known_model)
@@ -142,6 +147,7 @@ def profile_model(
     micro_batch_size: int | None = None,
     device: str | torch.device = "cpu",
     bucket_bytes: int = AUTOMATIC_BUCKETS,
+    describe_calls: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Trace:
@@ -159,7 +165,10 @@ def profile_model(
     )
     training = build_training(setup, device)
     recorder = Recorder(
-        device_type=torch.device(device).type, bucket_bytes=bucket_bytes, progress=progress
+        device_type=torch.device(device).type,
+        bucket_bytes=bucket_bytes,
+        describe_calls=describe_calls,
+        progress=progress,
     )
     recorder.names.add_model(training.model)
     session = Profile(recorder, model=name)

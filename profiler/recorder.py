@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from teraio.profiler.clocks import make_clock
 from teraio.profiler.collectives import describe_collective
 from teraio.profiler.context import CallContext
+from teraio.profiler.costs.calls import CallBook
 from teraio.profiler.dispatch import KernelCall, KernelMode
 from teraio.profiler.operators import AUTOMATIC_BUCKETS, nested_tensors
 from teraio.profiler.pace import UnwatchedPace
@@ -21,6 +22,7 @@ from teraio.profiler.recording import Recording
 from teraio.profiler.segments import Segment, StorageRecord
 from teraio.profiler.storages import StorageState, storage_of
 from teraio.profiler.workspace import WorkspaceMeter, start_workspace_meter
+from teraio.traces.trace import Calls
 
 MAX_RECORDS = 500_000
 """Storages remembered of a loop that does not become steady; then the dead ones are forgotten."""
@@ -42,6 +44,7 @@ class Recorder(KernelMode):
 
     Then it steps aside. It changes no numerics and draws no random numbers. ``progress`` is called
     with a line of text after each optimizer step that was recorded, ``when_complete`` once.
+    ``describe_calls``: so that each distinct one can be timed on another GPU.
     """
 
     source = "measured"
@@ -53,6 +56,7 @@ class Recorder(KernelMode):
         bucket_bytes: int = AUTOMATIC_BUCKETS,
         progress: Callable[[str], None] | None = None,
         when_complete: Callable[[], None] | None = None,
+        describe_calls: bool = False,
     ) -> None:
         self._is_device_given = device_type is not None
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,6 +67,7 @@ class Recorder(KernelMode):
         self.untracked_bytes = 0
         self._progress = progress
         self._when_complete = when_complete
+        self._book = CallBook() if describe_calls else None
         self.pace = UnwatchedPace(device_type)
         self._clock = make_clock(device_type)
         self._context = CallContext(self.names)
@@ -99,6 +104,10 @@ class Recorder(KernelMode):
     def device_label(self) -> str:
         """What the trace calls the device."""
         return self.device_type
+
+    def call_table(self) -> Calls:
+        """The distinct calls behind the kernels, where they are described."""
+        return Calls.empty() if self._book is None else self._book.table()
 
     # Stepping aside
 
@@ -174,6 +183,11 @@ class Recorder(KernelMode):
             return None
         tensors = nested_tensors((*call.args, *call.kwargs.values()))
         return call.signature, *(t.stride() for t in tensors if t.layout is torch.strided)
+
+    def _find_births(self, call: KernelCall, result: Any) -> None:
+        super()._find_births(call, result)
+        if self._book is not None:
+            self._segment.calls.append(self._book.number(call, result))
 
     def after_kernel(self, call: KernelCall) -> None:
         """Append the kernel to the segment under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from teraio.profiler.pace import meet_pace
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.segments import Segment
 from teraio.profiler.workspace import warn_of_unknown_workspace
-from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
+from teraio.traces.trace import Calls, Kernels, Storages, Trace, TraceMetadata
 
 
 def build_trace(recorder: Recorder, *, model: str = "") -> Trace:
@@ -29,7 +30,7 @@ def build_trace(recorder: Recorder, *, model: str = "") -> Trace:
     """
     builder = CycleBuilder(recorder.recording, recorder.records.values())
     cycle = builder.build()
-    kernels = _kernels(recorder, builder.template)
+    kernels, calls = _only_used(_kernels(recorder, builder.template), recorder.call_table())
     _name_unnamed(cycle)
     _set_kinds(cycle, kernels)
     numbers = {id(row): number for number, row in enumerate(cycle.rows)}
@@ -38,6 +39,7 @@ def build_trace(recorder: Recorder, *, model: str = "") -> Trace:
         storages=_storages(recorder, cycle.rows),
         accesses=_accesses(cycle, numbers),
         metadata=_metadata(recorder, kernels, model, cycle.kept_bytes),
+        calls=calls,
     )
 
 
@@ -73,6 +75,17 @@ def _kernels(recorder: Recorder, template: list[Segment]) -> Kernels:
         ),
         call=_integers(_joined(s.calls or [MISSING] * len(s) for s in template)),
     )
+
+
+def _only_used(kernels: Kernels, calls: Calls) -> tuple[Kernels, Calls]:
+    """Calls that the trace's kernels make, in order of first appearance there."""
+    described = kernels.call[kernels.call != MISSING]
+    used, first = np.unique(described, return_index=True)
+    used = used[np.argsort(first)]
+    number = np.full(len(calls) + 1, MISSING)
+    number[used] = np.arange(len(used))
+    chosen = replace(calls.take(used), call=np.arange(len(used)))
+    return replace(kernels, call=number[kernels.call]), chosen
 
 
 def _joined(lists: Iterable[list[Any]]) -> list[Any]:

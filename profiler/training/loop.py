@@ -81,7 +81,8 @@ def accumulate_gradients(
         tokens, targets = random_batch(setup, device)
         with autocast(setup.dtype, device):
             loss = model(tokens, targets)
-        (loss / micro_batches).backward()
+        # A float: how many micro-batches there are makes it no other operator call.
+        (loss / float(micro_batches)).backward()
 
 
 def random_batch(setup: TrainingSetup, device: torch.device) -> tuple[Tensor, Tensor]:
