@@ -90,6 +90,15 @@ class TrainingSetup:
         return ", ".join(f"{k}={v}" for k, v in given.items() if v != defaults[k])
 
 
+def make_setup(model: Any, **options: Any) -> TrainingSetup:
+    """The setup of these options. Raises InputError for an unknown one."""
+    unknown = sorted(set(options) - set(TrainingSetup.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(TrainingSetup.__dataclass_fields__)
+        raise InputError(f"option {unknown[0]}: unknown; there are {known}")
+    return TrainingSetup(model=model, **options)
+
+
 def reference_setup(
     name: str,
     *,
