@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from teraio.contracts.table import MISSING
+from teraio.profiler.announcements import announced_micro_batch
 from teraio.profiler.names import NameBook
 
 _IN_NO_BACKWARD = -1
@@ -135,8 +136,12 @@ class CallContext:
     def micro_batch(self, phase: str) -> int:
         """Index of the micro-batch that a kernel of this phase belongs to, MISSING if none.
 
-        A micro-batch begins with the first kernel inside a module after a backward pass.
+        It is the one announced, if the loop does that. Else a micro-batch begins with the first
+        kernel inside a module after a backward pass.
         """
+        announced = announced_micro_batch()
+        if announced is not None:
+            return MISSING if phase == "optimizer" else announced
         if phase == "backward":
             self._backward_has_run = True
         elif phase != "forward":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from teraio.profiler.announcements import take_announced_transfer
 from teraio.profiler.clocks import make_clock
 from teraio.profiler.collectives import describe_collective
 from teraio.profiler.context import CallContext
@@ -197,12 +198,18 @@ class Recorder(KernelMode):
         )
         if phase != "optimizer":
             context.note_nodes()
+        micro_batch = context.micro_batch(phase)
+        if call.operator.is_collective:
+            collective = describe_collective(call.operator, call.args, call.kwargs)
+            if collective is not None:
+                segment.collectives[self.kernel] = collective
+                phase, micro_batch = _announced_transfer(call) or (phase, micro_batch)
         segment.operators.append(call.operator.name)
         segment.signatures.append(call.signature)
         segment.touched.append(call.flags)
         segment.modules.append(module)
         segment.phases.append(phase)
-        segment.micro_batches.append(context.micro_batch(phase))
+        segment.micro_batches.append(micro_batch)
         segment.streams.append(self._clock.stream)
         output_bytes = 0
         for state in call.born:
@@ -214,10 +221,6 @@ class Recorder(KernelMode):
                 output_bytes += self.allocated_bytes(state.nbytes)
         if self._meter is not None:
             self._meter.kernel_ended(output_bytes)
-        if call.operator.is_collective:
-            collective = describe_collective(call.operator, call.args, call.kwargs)
-            if collective is not None:
-                segment.collectives[self.kernel] = collective
 
     def allocated_bytes(self, nbytes: int) -> int:
         """Bytes that the device's allocator takes for a request."""
@@ -384,3 +387,9 @@ class Recorder(KernelMode):
     def _has_used(self, optimizer: torch.optim.Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return any(self.registry.find(parameter) is not None for parameter in parameters)
+
+
+def _announced_transfer(call: KernelCall) -> tuple[str, int] | None:
+    """Phase and micro-batch of a send or receive, if the loop has announced it."""
+    tensor = next(nested_tensors(call.args), None)
+    return None if tensor is None else take_announced_transfer(tensor)

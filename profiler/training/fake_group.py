@@ -46,7 +46,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 def _register_backend() -> None:
     """Make the backend known. It lives in a module of torch's tests, which registers it."""
     try:
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+        import torch.testing._internal.distributed.fake_pg
     except ImportError as error:
         raise InputError(
             f"parallel training: this PyTorch ({torch.__version__}) has no fake process group; "
