@@ -36,7 +36,8 @@ _WAITING_SECONDS = 8e-6
 TIMED_PER_KIND = 6
 """Kernels of one kind that get events in each segment."""
 
-_SYNCHRONISING = {"aten._local_scalar_dense.default", "aten.nonzero.default"}
+SYNCHRONISING = {"aten._local_scalar_dense.default", "aten.nonzero.default"}
+"""Operators after which the host has waited for the device."""
 
 
 class CudaTimes:
@@ -64,7 +65,7 @@ class CudaTimes:
             return np.zeros(0), np.zeros(0)
         self._events[-1].synchronize()
         launch, host_gaps = self._host.durations_and_gaps_seconds(operators)
-        synchronises = np.array([operator in _SYNCHRONISING for operator in operators])
+        synchronises = np.array([operator in SYNCHRONISING for operator in operators])
         timed = np.flatnonzero(self._is_timed)
         starts, ends = self._events[::2], self._events[1::2]
         durations = np.zeros(len(operators))

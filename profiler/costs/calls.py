@@ -17,7 +17,6 @@ A call's ``arguments`` are JSON, ``{"args": [...], "kwargs": {...}}``. In it
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from teraio.profiler.costs.arguments import canonical_json
 from teraio.profiler.costs.work import Work, work_of
 from teraio.profiler.dispatch import KernelCall
 from teraio.traces.trace import Calls
@@ -114,26 +114,6 @@ def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         "kwargs": {name: _describe(value, storages) for name, value in kwargs.items()},
     }
     return canonical_json(described)
-
-
-def canonical_json(value: Any) -> str:
-    """The one way in which arguments are written, so that equal ones are equal texts."""
-    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
-
-
-def mask_floats(arguments: str) -> str:
-    """The arguments with floats as zero or not: equal texts are equal work."""
-    return canonical_json(_masked(json.loads(arguments)))
-
-
-def _masked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_masked(item) for item in value]
-    if isinstance(value, dict):
-        if "float" in value:
-            return {"float": "0" if value["float"] == 0 else "any"}
-        return {name: _masked(item) for name, item in value.items()}
-    return value
 
 
 def _describe(value: Any, storages: dict[int, int]) -> Any:

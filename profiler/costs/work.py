@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from teraio.profiler.costs.arguments import base_name
 from teraio.profiler.dispatch import KernelCall
 from teraio.profiler.operators import nested_tensors
 
@@ -91,12 +92,6 @@ def work_of(call: KernelCall, result: Any) -> Work:
         return Work(0, 0, 0)
     read_bytes, written_bytes = _moved_bytes(name, call, result)
     return Work(_flops(name, call, result), read_bytes, written_bytes)
-
-
-def base_name(operator: str) -> str:
-    """``mm`` of ``aten.mm.default``."""
-    parts = operator.split(".")
-    return parts[1] if len(parts) > 1 else operator
 
 
 def _flops(name: str, call: KernelCall, result: Any) -> int:
