@@ -152,9 +152,9 @@ class KernelMode(TorchDispatchMode):
         self._hook_handles = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
-            torch.nn.modules.module.register_module_forward_pre_hook(self._module_begins),
+            torch.nn.modules.module.register_module_forward_pre_hook(self._note_module_begins),
             torch.nn.modules.module.register_module_forward_hook(
-                self._module_ends, always_call=True
+                self._note_module_ends, always_call=True
             ),
         ]
         listen_to_resizes(self._storage_resized)
@@ -201,6 +201,16 @@ class KernelMode(TorchDispatchMode):
         self._steps_in_iteration += 1
         if self._steps_in_iteration >= self.optimizer_steps:
             self._end_iteration()
+
+    # Modules inside a compiled region are no calls of their own: the compiler finds empty hooks.
+
+    def _note_module_begins(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._module_begins(module, inputs)
+
+    def _note_module_ends(self, module: torch.nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._module_ends(module, *arguments)
 
     def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
         # A loss made anew in every step has nothing to name and would be kept for good.
