@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 def show(reporter: Reporter, trace: Path, hardware: str | None, plot: Path | None) -> Result:
     """What a trace holds: memory, sizes of storages, and how long they lie idle.
 
-    Active bytes are those that a kernel accesses. Live bytes are those that exist.
+    Active bytes are those that a kernel accesses. Live bytes are those that exist. The picture
+    shows memory over the iteration, the share that is in use, and idle time against size.
     """
     from teraio.contracts.hardware import as_hardware
     from teraio.traces.characterise import characteristics
@@ -37,16 +39,13 @@ def show(reporter: Reporter, trace: Path, hardware: str | None, plot: Path | Non
     if plot is not None:
         from teraio.contracts.drawing import save_picture
 
-        gpu = machine.gpu_of_rank(loaded.metadata.rank) if machine is not None else None
-        save_picture(loaded.plot(gpu.memory_bytes if gpu is not None else None), plot)
+        save_picture(loaded.plot_characteristics(machine).axes[0], plot)
     data: dict[str, Any] = {**found.to_dict(), "plot": plot}
     return Result(data, lambda console: _show(console, str(trace), found))
 
 
 def _show(console: Console, title: str, found: Characteristics) -> None:
-    active = f"{size(found.active_mean_bytes)} ({percent(_share_of_peak(found))} of peak live"
-    if found.active_mean_fraction_of_gpu is not None:
-        active += f", {percent(found.active_mean_fraction_of_gpu)} of the GPU"
+    most = f"{_of_gpu(found.active_max_bytes, found.active_max_fraction_of_gpu)} at kernel "
     rows = [
         ("kernels", f"{found.kernels:,}"),
         ("storages", f"{found.storages:,}"),
@@ -55,8 +54,14 @@ def _show(console: Console, title: str, found: Characteristics) -> None:
         ("ideal iteration", duration(found.ideal_seconds)),
         ("peak live", f"{size(found.peak_live_bytes)} at kernel {found.peak_kernel}"),
         ("peak allocated", size(found.peak_allocated_bytes)),
-        ("active, mean over kernels", active + ")"),
-        ("active, mean over time", size(found.active_time_mean_bytes)),
+        ("live, mean over time", size(found.live_time_mean_bytes)),
+        ("active, mean over kernels", _active_mean(found)),
+        (
+            "active, mean over time",
+            _of_gpu(found.active_time_mean_bytes, found.active_time_mean_fraction_of_gpu),
+        ),
+        ("active, at most", f"{most}{found.active_max_kernel} ({found.active_max_op})"),
+        *_idle_rows(found),
     ]
     console.print(facts(title, rows))
     console.print()
@@ -66,9 +71,33 @@ def _show(console: Console, title: str, found: Characteristics) -> None:
     console.print(_histogram(title, found.inactive_lengths, "seconds", "periods"))
 
 
-def _share_of_peak(found: Characteristics) -> float | None:
-    peak_bytes = found.peak_live_bytes
-    return found.active_mean_bytes / peak_bytes if peak_bytes else None
+def _active_mean(found: Characteristics) -> str:
+    shares = f"{percent(found.active_mean_fraction_of_peak)} of peak live"
+    if found.active_mean_fraction_of_gpu is not None:
+        shares += f", {percent(found.active_mean_fraction_of_gpu)} of the GPU"
+    return f"{size(found.active_mean_bytes)} ({shares})"
+
+
+def _of_gpu(num_bytes: float, fraction: float | None) -> str:
+    share = f" ({percent(fraction)} of the GPU)" if fraction is not None else ""
+    return size(num_bytes) + share
+
+
+def _idle_rows(found: Characteristics) -> Iterator[tuple[str, str]]:
+    large = found.large_storages
+    share = percent(large.storage_fraction)
+    yield "storages of 10 MB to 1 GB", f"{large.storages:,} ({share} of all)"
+    if large.storages:
+        of_storages = percent(large.long_idle_storage_fraction)
+        of_periods = percent(large.long_period_fraction)
+        median = duration(large.median_period_seconds)
+        text = f"{of_storages} of them, {of_periods} of their periods (median {median})"
+        yield "  idle 10 ms or more at once", text
+    if found.movable_period_fraction is not None:
+        share = percent(found.movable_period_fraction)
+        of_bytes = percent(found.movable_bytes_fraction)
+        text = f"{share} of periods, {of_bytes} of their bytes"
+        yield "long enough for the SSD and back", text
 
 
 def _kinds(found: Characteristics) -> Table:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from teraio.contracts.hardware import Hardware
-from teraio.contracts.table import FloatArray, IntArray
-from teraio.traces.lifetimes import active_bytes, inactive_periods, live_bytes
+from teraio.contracts.hardware import Hardware, Ssd
+from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.traces.idleness import Idleness, idleness
+from teraio.traces.lifetimes import InactivePeriods, active_bytes, inactive_periods, live_bytes
 from teraio.traces.trace import KINDS, Trace
 
 if TYPE_CHECKING:
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
 class Characteristics:
     """What ``teraio show`` reports. Bytes are nbytes except where they are called allocated.
 
-    ``active_mean_bytes`` is the mean over kernels of the bytes that each accesses, and
-    ``active_mean_fraction_of_gpu`` the same over the GPU's memory (None without hardware);
-    ``active_time_mean_bytes`` weighs each kernel by its duration. ``kind_bytes_at_peak`` splits
-    the live bytes at the kernel where they peak. ``storage_sizes`` and ``inactive_lengths`` count
-    by decade of bytes and of seconds.
+    The active bytes of a kernel are those of the storages that it accesses; live bytes are all
+    that exist while it runs. A ``mean`` is over kernels, a ``time_mean`` weighs each kernel by its
+    duration, a ``fraction_of_gpu`` is over the GPU's memory (None without hardware).
+    ``active_max_kernel`` is the first kernel that uses the most, ``active_max_op`` its operator.
+    ``kind_bytes_at_peak`` splits the live bytes at the kernel where they peak. ``storage_sizes``
+    and ``inactive_lengths`` count by decade of bytes and of seconds. ``large_storages`` tells how
+    long those of 10 MB to 1 GB lie idle. ``movable_period_fraction`` is the share of inactive
+    periods in which the rank's first SSD, if it did nothing else, could take the storage out and
+    bring it back; ``movable_bytes_fraction`` weighs them by size (None without an SSD).
     """
 
     kernels: int
@@ -37,12 +42,23 @@ class Characteristics:
     peak_live_bytes: int
     peak_allocated_bytes: int
     peak_kernel: int
+    live_mean_bytes: float
+    live_time_mean_bytes: float
     active_mean_bytes: float
     active_time_mean_bytes: float
+    active_max_bytes: int
+    active_max_kernel: int
+    active_max_op: str
+    active_mean_fraction_of_peak: float | None
     active_mean_fraction_of_gpu: float | None
+    active_time_mean_fraction_of_gpu: float | None
+    active_max_fraction_of_gpu: float | None
+    movable_period_fraction: float | None
+    movable_bytes_fraction: float | None
     kind_bytes_at_peak: dict[str, int]
     storage_sizes: pd.DataFrame
     inactive_lengths: pd.DataFrame
+    large_storages: Idleness
 
     def to_dict(self) -> dict[str, Any]:
         """The keys that ``teraio show --json`` promises."""
@@ -50,32 +66,78 @@ class Characteristics:
 
 
 def characteristics(trace: Trace, hardware: Hardware | None = None) -> Characteristics:
-    """All characteristics of a trace; those relative to the GPU need ``hardware``."""
-    active, durations = active_bytes(trace), trace.kernels.duration_seconds
+    """All characteristics of a trace; those relative to a machine need ``hardware``."""
     periods = inactive_periods(trace)
+    nbytes = trace.storages.nbytes
+    live = live_bytes(trace)
+    peak_kernel = int(np.argmax(live))
     capacity_bytes = hardware.gpu_of_rank(trace.metadata.rank).memory_bytes if hardware else 0
-    active_mean_bytes = float(active.mean())
-    peak_kernel = int(np.argmax(live_bytes(trace)))
+    movable = _movable_fractions(trace, periods, hardware)
     return Characteristics(
         kernels=trace.num_kernels,
         storages=len(trace.storages),
         accesses=len(trace.accesses),
         inactive_periods=len(periods),
         ideal_seconds=trace.ideal_seconds,
-        peak_live_bytes=trace.peak_live_bytes,
+        peak_live_bytes=int(live[peak_kernel]),
         peak_allocated_bytes=trace.peak_allocated_bytes,
         peak_kernel=peak_kernel,
-        active_mean_bytes=active_mean_bytes,
-        active_time_mean_bytes=(
-            float(np.average(active, weights=durations)) if durations.any() else active_mean_bytes
-        ),
-        active_mean_fraction_of_gpu=active_mean_bytes / capacity_bytes if capacity_bytes else None,
+        live_mean_bytes=float(live.mean()),
+        live_time_mean_bytes=_time_mean(trace, live),
+        **_active(trace, int(live[peak_kernel]), capacity_bytes),
+        movable_period_fraction=movable[0],
+        movable_bytes_fraction=movable[1],
         kind_bytes_at_peak=_kind_bytes(trace, peak_kernel),
-        storage_sizes=_by_decade(trace.storages.nbytes, trace.storages.nbytes, "bytes", "storages"),
-        inactive_lengths=_by_decade(
-            periods.seconds, trace.storages.nbytes[periods.storage], "seconds", "periods"
-        ),
+        storage_sizes=_by_decade(nbytes, nbytes, "bytes", "storages"),
+        inactive_lengths=_by_decade(periods.seconds, nbytes[periods.storage], "seconds", "periods"),
+        large_storages=idleness(trace, periods=periods),
     )
+
+
+def _active(trace: Trace, peak_bytes: int, capacity_bytes: int) -> dict[str, Any]:
+    """The fields about active bytes; shares of nothing are None."""
+    active = active_bytes(trace)
+    kernel = int(np.argmax(active))
+    mean_bytes, time_mean_bytes = float(active.mean()), _time_mean(trace, active)
+    max_bytes = int(active[kernel])
+    return {
+        "active_mean_bytes": mean_bytes,
+        "active_time_mean_bytes": time_mean_bytes,
+        "active_max_bytes": max_bytes,
+        "active_max_kernel": kernel,
+        "active_max_op": str(trace.kernels.op[kernel]),
+        "active_mean_fraction_of_peak": mean_bytes / peak_bytes if peak_bytes else None,
+        "active_mean_fraction_of_gpu": mean_bytes / capacity_bytes if capacity_bytes else None,
+        "active_time_mean_fraction_of_gpu": (
+            time_mean_bytes / capacity_bytes if capacity_bytes else None
+        ),
+        "active_max_fraction_of_gpu": max_bytes / capacity_bytes if capacity_bytes else None,
+    }
+
+
+def _time_mean(trace: Trace, values: IntArray) -> float:
+    """Mean of a value per kernel, weighed by duration; plain if no kernel takes time."""
+    durations = trace.kernels.duration_seconds
+    return float(np.average(values, weights=durations if durations.any() else None))
+
+
+def _movable_fractions(
+    trace: Trace, periods: InactivePeriods, hardware: Hardware | None
+) -> tuple[float | None, float | None]:
+    """Shares, of periods and of their bytes, that outlast the way to the first SSD and back."""
+    ssds = hardware.ssds_of_rank(trace.metadata.rank) if hardware is not None else ()
+    nbytes = trace.storages.nbytes[periods.storage]
+    if not ssds or not nbytes.any():
+        return None, None
+    movable = periods.seconds >= round_trip_seconds(ssds[0], nbytes)
+    return float(movable.mean()), float(nbytes[movable].sum() / nbytes.sum())
+
+
+def round_trip_seconds(ssd: Ssd, nbytes: IntArray | FloatArray) -> FloatArray:
+    """Time to write each storage to an idle SSD and to read it back, float64 (storages,)."""
+    rates = nbytes / ssd.write_rate + nbytes / ssd.read_rate
+    result: FloatArray = rates + 2 * ssd.latency_seconds
+    return result
 
 
 def live_bytes_by_kind(trace: Trace, *, allocated: bool = False) -> dict[str, IntArray]:
@@ -92,14 +154,15 @@ def live_bytes_by_kind(trace: Trace, *, allocated: bool = False) -> dict[str, In
     return result
 
 
-def _live_bytes_of(trace: Trace, rows: Any, *, allocated: bool) -> IntArray:
-    storages = trace.storages.take(rows)
-    sizes = storages.allocated_bytes if allocated else storages.nbytes
-    mortal = storages.birth >= 0
-    at_start = sizes[~mortal | (storages.death < storages.birth)].sum()
+def _live_bytes_of(trace: Trace, rows: BoolArray, *, allocated: bool) -> IntArray:
+    storages = trace.storages
+    sizes = (storages.allocated_bytes if allocated else storages.nbytes)[rows]
+    birth, death = storages.birth[rows], storages.death[rows]
+    mortal = birth >= 0
+    at_start = sizes[~mortal | (death < birth)].sum()
     delta = np.zeros(trace.num_kernels + 1, dtype=np.int64)
-    np.add.at(delta, storages.birth[mortal], sizes[mortal])
-    np.add.at(delta, storages.death[mortal] + 1, -sizes[mortal])
+    np.add.at(delta, birth[mortal], sizes[mortal])
+    np.add.at(delta, death[mortal] + 1, -sizes[mortal])
     live: IntArray = at_start + np.cumsum(delta[:-1])
     return live
 

@@ -24,6 +24,9 @@ from teraio.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from teraio.contracts.hardware import Hardware, Ssd
 
 PHASES = ("forward", "backward", "optimizer", "other")
 KINDS = (
@@ -238,6 +241,24 @@ class Trace:
         from teraio.traces.plot_memory import plot_memory
 
         return plot_memory(self, capacity_bytes, axes)
+
+    def plot_activity(self, capacity_bytes: int | None = None, axes: Axes | None = None) -> Axes:
+        """Draw what each kernel uses as a share of the GPU's memory; returns the axes."""
+        from teraio.traces.plot_activity import plot_activity
+
+        return plot_activity(self, capacity_bytes, axes)
+
+    def plot_idleness(self, ssd: Ssd | None = None, axes: Axes | None = None) -> Axes:
+        """Draw how long storages lie idle against their size; returns the axes."""
+        from teraio.traces.plot_idleness import plot_idleness
+
+        return plot_idleness(self, ssd, axes)
+
+    def plot_characteristics(self, hardware: Hardware | None = None) -> Figure:
+        """Draw all three in one figure: memory, activity and idleness."""
+        from teraio.traces.plot_characteristics import plot_characteristics
+
+        return plot_characteristics(self, hardware)
 
 
 _TABLES: dict[str, type[Table]] = {

@@ -43,6 +43,20 @@ def test_show_reports_the_characteristics(folder: Path, teraio_json: Callable[..
     )
     assert data["kind_bytes_at_peak"] == {"parameter": 20 * MB, "activation": 120 * MB}
     assert sum(row["storages"] for row in data["storage_sizes"]["rows"]) == 4
+    assert data["active_max_bytes"] == 80 * MB
+    assert data["active_max_kernel"] == 1
+    assert data["active_max_fraction_of_gpu"] == pytest.approx(80 * MB / (40 * 2**30))
+
+
+def test_show_tells_how_long_large_storages_lie_idle(
+    folder: Path, teraio_json: Callable[..., Any]
+) -> None:
+    """All four hold 20 or 40 MB; kernels take 10 ms each."""
+    large = teraio_json("show", "small.trace")["large_storages"]
+    assert (large["from_bytes"], large["to_bytes"]) == (10 * MB, 1000 * MB)
+    assert (large["storages"], large["storage_fraction"]) == (4, 1.0)
+    assert large["long_idle_storages"] == large["long_periods"] == large["periods"] == 3
+    assert large["long_idle_storage_fraction"] == 0.75
 
 
 def test_show_for_people_and_picture(folder: Path, teraio: Callable[..., Result]) -> None:
@@ -50,6 +64,7 @@ def test_show_for_people_and_picture(folder: Path, teraio: Callable[..., Result]
     assert result.exit_code == 0
     assert "140 MB at kernel 2" in result.stdout
     assert "Inactive periods by length" in result.stdout
+    assert "75.0 % of them, 100.0 % of their periods" in result.stdout
     assert (folder / "memory.png").stat().st_size > 5000
 
 

@@ -13,7 +13,7 @@ from matplotlib.patches import StepPatch
 from teraio.contracts.drawing import save_picture
 from teraio.contracts.plan import Accesses
 from teraio.errors import InputError
-from teraio.traces import plot_memory
+from teraio.traces import columns
 from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
 
 GB = 10**9
@@ -80,9 +80,9 @@ def test_phases_are_named() -> None:
 
 
 def test_many_kernels_are_drawn_as_few_steps_that_keep_the_peak() -> None:
-    trace = _trace(5 * plot_memory.MAX_COLUMNS)
+    trace = _trace(5 * columns.MAX_COLUMNS)
     top, edges, _ = _areas(trace.plot())["activation"].get_data()
-    assert len(top) <= plot_memory.MAX_COLUMNS
+    assert len(top) <= columns.MAX_COLUMNS
     assert top.max() == 5
     assert edges[-1] == pytest.approx(trace.ideal_seconds)
 

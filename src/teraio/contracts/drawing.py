@@ -64,6 +64,18 @@ def capacity_line(axes: Axes, capacity_bytes: float, factor: float, unit: str) -
     )
 
 
+def legend_above(axes: Axes, columns: int = 1) -> None:
+    """The legend over the data's upper edge, where it hides nothing."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        borderaxespad=0.2,
+    )
+
+
 def save_picture(axes: Axes, path: str | Path) -> None:
     """Write the figure of ``axes`` to a .png, .svg or .pdf file, atomically.
 
