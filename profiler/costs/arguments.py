@@ -41,7 +41,7 @@ def canonical_json(value: Any) -> str:
 def mask_arguments(arguments: str) -> str:
     """The arguments without what does not change the work: equal texts are equal calls.
 
-    Floats count as zero or not; devices not at all.
+    Floats count as zero or not; devices not at all. Masking twice changes nothing more.
     """
     return canonical_json(_masked(json.loads(arguments)))
 
@@ -52,7 +52,7 @@ def _masked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "float" in value:
-        return {"float": "0" if value["float"] == 0 else "any"}
+        return {"float": "0" if value["float"] in (0, "0") else "any"}
     if "device" in value and isinstance(value["device"], str):
         return {"device": "any"}
     return {name: _masked(item) for name, item in value.items()}

@@ -89,7 +89,11 @@ class Timings:
 
     def find(self, op: str, arguments: str, precision: str) -> Timing | None:
         """The timing of a call of the calls table, or None."""
-        return self._by_key.get(timing_key(op, arguments, precision))
+        return self.get(timing_key(op, arguments, precision))
+
+    def get(self, key: Key) -> Timing | None:
+        """The timing of this key, or None."""
+        return self._by_key.get(key)
 
     def merge(self, entries: Iterable[Timing]) -> Timings:
         """These and the new ones; where both have a call, the new one counts."""
@@ -143,7 +147,7 @@ def _entry_to_json(entry: Timing) -> dict[str, Any]:
 
 
 def _entry_from_json(data: Any, where: str) -> Timing:
-    values = _checked(Timing, data, where)
+    values = _checked(Timing, data, where, but="arguments")
     numbers = ("seconds", "host_seconds", "workspace_bytes")
     for name in numbers:
         value = values[name]
@@ -159,11 +163,20 @@ def _entry_from_json(data: Any, where: str) -> Timing:
 
 
 def _machine_from_json(data: Any, file: str) -> TimedMachine:
-    return TimedMachine(**_checked(TimedMachine, data, f"{file}: machine"))
+    values = _checked(TimedMachine, data, f"{file}: machine")
+    pace = values["host_seconds_per_kernel"]
+    if not isinstance(pace, (int, float)) or not math.isfinite(pace) or pace < 0:
+        raise InputError(f"{file}: machine: host_seconds_per_kernel must be a number, got {pace!r}")
+    return TimedMachine(**values)
 
 
-def _checked(kind: type[Timing] | type[TimedMachine], data: Any, where: str) -> dict[str, Any]:
-    """The fields of a dataclass from JSON: all there, none unknown, texts where texts belong."""
+def _checked(
+    kind: type[Timing] | type[TimedMachine], data: Any, where: str, but: str = ""
+) -> dict[str, Any]:
+    """The fields of a dataclass from JSON: all there, none unknown, texts where texts belong.
+
+    ``but``: a field whose type the caller checks.
+    """
     if not isinstance(data, Mapping):
         raise InputError(f"{where}: must be an object")
     known = {f.name: f for f in fields(kind)}
@@ -173,6 +186,6 @@ def _checked(kind: type[Timing] | type[TimedMachine], data: Any, where: str) -> 
     for name, value in data.items():
         if name not in known:
             raise InputError(f"{where}: unknown field {name}; written by a newer teraio?")
-        if known[name].type == "str" and not isinstance(value, str):
+        if name != but and known[name].type == "str" and not isinstance(value, str):
             raise InputError(f"{where}: {name} must be a text, got {value!r}")
     return dict(data)
