@@ -7,7 +7,7 @@ empty, so they add up to an iteration whose host keeps ahead of the device.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from teraio.profiler.costs.arguments import MATRIX_PRODUCTS, PRECISIONS, base_na
 from teraio.profiler.costs.measuring import Measured, Meter, make_meter, product_precision_of
 from teraio.profiler.costs.remaking import make_call
 from teraio.profiler.costs.timed_machine import describe_machine
-from teraio.profiler.costs.timings import Key, Timing, Timings, as_timings, timing_key
+from teraio.profiler.costs.timings import Key, Timing, Timings, as_timings, keys_of
 from teraio.traces.trace import Calls, Trace, as_trace
 
 Progress = Callable[[float | str], None]
@@ -91,12 +91,6 @@ def time_calls(
     if failures:
         _warn(failures)
     return timings.merge(entries)
-
-
-def keys_of(calls: Calls, precision: str) -> Iterator[tuple[Key, int]]:
-    """What each call is found by in a timing file, with its row."""
-    for row, (op, text) in enumerate(zip(calls.op.tolist(), calls.arguments.tolist(), strict=True)):
-        yield timing_key(op, text, precision), row
 
 
 def _check(device: str, precision: str) -> None:

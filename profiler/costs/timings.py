@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from teraio.contracts.output import replacing_file
 from teraio.errors import InputError
 from teraio.profiler.costs.arguments import mask_arguments, product_precision
+from teraio.traces.trace import Calls
 
 _FORMAT = "teraio timings"
 _VERSION = 1
@@ -28,6 +29,12 @@ Key = tuple[str, str, str]
 def timing_key(op: str, arguments: str, precision: str) -> Key:
     """Where a call's timing is found; ``arguments`` as in the calls table."""
     return op, mask_arguments(arguments), product_precision(op, arguments, precision)
+
+
+def keys_of(calls: Calls, precision: str) -> Iterator[tuple[Key, int]]:
+    """What each call is found by in a timing file, with its row."""
+    for row, (op, text) in enumerate(zip(calls.op.tolist(), calls.arguments.tolist(), strict=True)):
+        yield timing_key(op, text, precision), row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
