@@ -1,80 +1,38 @@
 """Reference models: small, plain PyTorch, each ``model(tokens, targets)`` returns its loss.
 
-Sizes are data: another published model is one more line in :data:`MODELS`.
+Sizes are data: another published model is one more entry in :mod:`teraio.profiler.models.sizes`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from teraio.errors import InputError
-from teraio.profiler.models.gpt2 import Gpt2, Gpt2Config
-from teraio.profiler.models.llama import Llama, LlamaConfig
-from teraio.profiler.models.moe import Moe, MoeConfig
+from teraio.profiler.models.arithmetic import num_parameters, training_flops
+from teraio.profiler.models.bert import Bert, BertConfig
+from teraio.profiler.models.gpt2 import Gpt2, Gpt2Config, Gpt2Stage
+from teraio.profiler.models.llama import Llama, LlamaConfig, LlamaStage
+from teraio.profiler.models.moe import Moe, MoeConfig, MoeStage
+from teraio.profiler.models.sizes import MODELS, ModelConfig, ModelSpec
+from teraio.profiler.models.stages import Stage
 from teraio.profiler.models.t5 import T5, T5Config
-
-ModelConfig: TypeAlias = LlamaConfig | MoeConfig | Gpt2Config | T5Config
 
 _CLASSES: dict[type[Any], type[nn.Module]] = {
     LlamaConfig: Llama,
     MoeConfig: Moe,
     Gpt2Config: Gpt2,
     T5Config: T5,
+    BertConfig: Bert,
 }
 
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A model by name: its sizes, and the batch that it trains on by default."""
-
-    config: ModelConfig
-    batch: int
-    sequence: int
-
-
-MODELS: dict[str, ModelSpec] = {
-    "tiny-llama": ModelSpec(
-        LlamaConfig(
-            vocabulary=512, hidden=96, intermediate=256, layers=3, heads=4, key_value_heads=2
-        ),
-        batch=2,
-        sequence=32,
-    ),
-    "tiny-gpt2": ModelSpec(
-        Gpt2Config(vocabulary=512, positions=64, hidden=96, layers=3, heads=4), batch=2, sequence=32
-    ),
-    "tiny-t5": ModelSpec(
-        T5Config(vocabulary=512, hidden=64, head=16, intermediate=192, layers=2, heads=4),
-        batch=2,
-        sequence=32,
-    ),
-    "tiny-moe": ModelSpec(
-        MoeConfig(
-            vocabulary=512,
-            hidden=64,
-            intermediate=128,
-            layers=2,
-            heads=4,
-            key_value_heads=2,
-            experts=4,
-        ),
-        batch=2,
-        sequence=32,
-    ),
-    "bench-0.7b": ModelSpec(
-        LlamaConfig(vocabulary=32000, hidden=2048, intermediate=5504, layers=12, heads=16),
-        batch=4,
-        sequence=2048,
-    ),
-    "bench-3.4b": ModelSpec(
-        LlamaConfig(vocabulary=32000, hidden=3072, intermediate=8192, layers=28, heads=24),
-        batch=3,
-        sequence=2048,
-    ),
+_STAGES: dict[type[Any], type[nn.Module]] = {
+    LlamaConfig: LlamaStage,
+    MoeConfig: MoeStage,
+    Gpt2Config: Gpt2Stage,
 }
 
 
@@ -86,6 +44,23 @@ def build_model(name_or_config: str | ModelConfig, **overrides: Any) -> nn.Modul
     """
     config = model_config(name_or_config, **overrides)
     return _CLASSES[type(config)](config)
+
+
+def build_stage(
+    name_or_config: str | ModelConfig, stage: int, stages: int, **overrides: Any
+) -> nn.Module:
+    """One stage of a pipeline over the model: ``stage(x)`` returns the next one's input.
+
+    The first reads tokens, the last returns logits, whose loss the pipeline's schedule takes.
+    Layers are shared out equally, a remainder one each to the first stages, and parameters are
+    named as in the whole model. A tied weight exists in the first and in the last stage. Raises
+    InputError for an encoder, an unknown model or field, or more stages than layers.
+    """
+    config = model_config(name_or_config, **overrides)
+    if type(config) not in _STAGES:
+        known = ", ".join(kind.__name__ for kind in _STAGES.values())
+        raise InputError(f"stages: {type(config).__name__} has none, only {known}; use 1 stage")
+    return _STAGES[type(config)](config, Stage(stage, stages))
 
 
 def model_config(name_or_config: str | ModelConfig, **overrides: Any) -> ModelConfig:
@@ -131,8 +106,11 @@ def _spec(name: str) -> ModelSpec:
 
 
 def _spec_of_size(config: ModelConfig) -> ModelSpec:
-    """The batch of the registered model with the same class and the next larger width."""
+    """The batch of the registered model of this size, else of its class and the next width."""
     same = [spec for spec in MODELS.values() if type(spec.config) is type(config)]
+    for spec in same:
+        if spec.config == config:
+            return spec
     wider = [spec for spec in same if spec.config.hidden >= config.hidden]
     return min(wider, key=lambda spec: spec.config.hidden) if wider else same[-1]
 
@@ -146,6 +124,7 @@ def _config_and_device(model: str | ModelConfig | nn.Module) -> tuple[ModelConfi
 
 __all__ = [
     "MODELS",
+    "BertConfig",
     "Gpt2Config",
     "LlamaConfig",
     "ModelConfig",
@@ -153,6 +132,9 @@ __all__ = [
     "MoeConfig",
     "T5Config",
     "build_model",
+    "build_stage",
     "make_batch",
     "model_config",
+    "num_parameters",
+    "training_flops",
 ]

@@ -1,23 +1,72 @@
-"""Layers that several reference models share."""
+"""Layers that several reference models share.
+
+[Note: the same kernels everywhere] A model runs the same kernels on a CPU, on a GPU and on fake
+tensors, so that a trace recorded without a GPU fits a run on one:
+
+- Dropout calls ``native_dropout``. ``functional.dropout`` dispatches that on CUDA, but three other
+  kernels on a CPU.
+- Autocast widens layer norms, softmax and losses to float32 on CUDA, not on CPU. The models do it
+  themselves, where CUDA's autocast would, and it then finds nothing left to widen; what it narrows
+  (linear layers, matrix products, attention) is the same on both.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 AttentionKernel: TypeAlias = Literal["auto", "sdpa", "flash", "efficient", "cudnn", "math"]
-"""``sdpa``: whatever PyTorch picks. ``math``: explicit softmax, deterministic also in fp32 on CUDA,
-where the backward of the fused kernel is not."""
+"""``auto``: what PyTorch picks; for fake tensors, what it would pick on a GPU. ``sdpa``: what
+PyTorch picks for the device at hand, fake or not. ``math``: explicit softmax, deterministic also in
+fp32 on CUDA, where the backward of the fused kernel is not. The others: that kernel."""
 
 Checkpointing: TypeAlias = Literal["none", "reentrant", "non-reentrant"]
 """Whether blocks recompute their activations in backward, and through which implementation."""
 
 INITIAL_STD = 0.02
+
+
+def is_virtual(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape but no memory: a fake one, or one on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def draw(weight: Tensor, std: float = INITIAL_STD) -> None:
+    """Fills a new weight with normal numbers; one without memory stays as it is."""
+    if not is_virtual(weight):
+        nn.init.normal_(weight, std=std)
+
+
+class Linear(nn.Linear):
+    """A linear layer that starts with normal weights and no bias."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weights once; ``nn.Linear`` would have drawn others before."""
+        draw(self.weight)
+        if self.bias is not None and not is_virtual(self.bias):
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding that starts with small normal weights."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weights once; ``nn.Embedding`` would have drawn others before."""
+        draw(self.weight)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm in the precision of its weights, as under CUDA's autocast."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Same shape as ``input``; float32 where the weights are."""
+        result: Tensor = super().forward(input.to(self.weight.dtype))
+        return result
 
 
 class RMSNorm(nn.Module):
@@ -35,44 +84,18 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * scale).type_as(x)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: AttentionKernel,
-    *,
-    is_causal: bool = False,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Softmax attention, (batch, heads, sequence, head); ``bias`` is added to the scores.
-
-    ``scale`` defaults to head ** -0.5. Causal attention takes no bias; put the mask into it.
-    """
-    if kernel in ("auto", "sdpa"):
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=is_causal, scale=scale
-        )
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query @ key.transpose(-2, -1)) * scale
-    if is_causal:
-        scores = scores.masked_fill(future_mask(query.shape[-2], query.device), -torch.inf)
-    if bias is not None:
-        scores = scores + bias
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).type_as(value)
-    return functional.dropout(weights, dropout) @ value
+def drop(x: Tensor, probability: float, training: bool) -> Tensor:
+    """Dropout in training; the very same tensor where nothing is dropped."""
+    if not training or probability == 0:
+        return x
+    result: Tensor = torch.native_dropout(x, probability, train=True)[0]
+    return result
 
 
-def future_mask(length: int, device: torch.device) -> Tensor:
-    """True where a position would see a later one, bool (length, length)."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, head: int) -> Tensor:
     """(batch, sequence, heads * head) -> (batch, heads, sequence, head)."""
-    batch, length, width = x.shape
-    return x.view(batch, length, heads, width // heads).transpose(1, 2)
+    batch, length, _ = x.shape
+    return x.view(batch, length, -1, head).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -92,11 +115,3 @@ def run_block(block: nn.Module, mode: Checkpointing, *arguments: Any) -> Tensor:
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in float32: logits (batch, sequence, vocabulary), targets of ids."""
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def initialise(module: nn.Module) -> None:
-    """Normal weights and zero biases for linear layers and embeddings; for ``Module.apply``."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=INITIAL_STD)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)

@@ -9,22 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from teraio.profiler.models.attention import attend
 from teraio.profiler.models.layers import (
     AttentionKernel,
     Checkpointing,
+    Embedding,
+    Linear,
     RMSNorm,
-    attend,
-    initialise,
     merge_heads,
     next_token_loss,
     run_block,
     split_heads,
 )
+from teraio.profiler.models.stages import WHOLE, Stage, numbered_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes of a Llama. ``key_value_heads`` None: as many as ``heads``."""
+    """Sizes of a Llama. ``key_value_heads`` None: as many as ``heads``.
+
+    ``biased``: every projection in the blocks has a bias, as in Granite's code models.
+    """
 
     vocabulary: int
     hidden: int
@@ -33,9 +38,11 @@ class LlamaConfig:
     heads: int
     key_value_heads: int | None = None
     tied: bool = False
+    biased: bool = False
+    attention_dropout: float = 0.0
     rope_base: float = 10000.0
     norm_epsilon: float = 1e-5
-    attention: AttentionKernel = "sdpa"
+    attention: AttentionKernel = "auto"
     checkpoint: Checkpointing = "none"
 
     @property
@@ -56,22 +63,23 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         width = config.num_key_value_heads * config.head
-        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.key = nn.Linear(config.hidden, width, bias=False)
-        self.value = nn.Linear(config.hidden, width, bias=False)
-        self.output = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.query = Linear(config.hidden, config.hidden, bias=config.biased)
+        self.key = Linear(config.hidden, width, bias=config.biased)
+        self.value = Linear(config.hidden, width, bias=config.biased)
+        self.output = Linear(config.hidden, config.hidden, bias=config.biased)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> the same."""
         config = self.config
-        query = rotate(split_heads(self.query(x), config.heads), cosine, sine)
-        key = rotate(split_heads(self.key(x), config.num_key_value_heads), cosine, sine)
-        value = split_heads(self.value(x), config.num_key_value_heads)
+        query = rotate(split_heads(self.query(x), config.head), cosine, sine)
+        key = rotate(split_heads(self.key(x), config.head), cosine, sine)
+        value = split_heads(self.value(x), config.head)
         queries_per_key = config.heads // config.num_key_value_heads
         if queries_per_key > 1:
             key = key.repeat_interleave(queries_per_key, dim=1)
             value = value.repeat_interleave(queries_per_key, dim=1)
-        mixed = attend(query, key, value, config.attention, is_causal=True)
+        dropout = config.attention_dropout if self.training else 0.0
+        mixed = attend(query, key, value, config.attention, is_causal=True, dropout=dropout)
         result: Tensor = self.output(merge_heads(mixed))
         return result
 
@@ -81,9 +89,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down = nn.Linear(config.intermediate, config.hidden, bias=False)
+        self.gate = Linear(config.hidden, config.intermediate, bias=config.biased)
+        self.up = Linear(config.hidden, config.intermediate, bias=config.biased)
+        self.down = Linear(config.intermediate, config.hidden, bias=config.biased)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden) -> the same."""
@@ -108,35 +116,41 @@ class Block(nn.Module):
         return result
 
 
-class Llama(nn.Module):
-    """A decoder that returns its loss; ``make_feed_forward`` builds each block's feed-forward."""
+class LlamaLayers(nn.Module):
+    """A stage's layers of a decoder; ``make_feed_forward`` builds each block's feed-forward."""
 
     def __init__(
         self,
         config: LlamaConfig,
+        stage: Stage = WHOLE,
         make_feed_forward: Callable[[LlamaConfig], nn.Module] = FeedForward,
     ) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.blocks = nn.ModuleList(
-            Block(config, make_feed_forward(config)) for _ in range(config.layers)
+        self.embedding = Embedding(config.vocabulary, config.hidden) if stage.is_first else None
+        self.blocks = numbered_blocks(
+            stage.layers(config.layers), lambda: Block(config, make_feed_forward(config))
         )
-        self.norm = RMSNorm(config.hidden, config.norm_epsilon)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        self.apply(initialise)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self.norm: RMSNorm | None = None
+        self.head: Linear | None = None
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden, config.norm_epsilon)
+            self.head = Linear(config.hidden, config.vocabulary, bias=False)
+            if config.tied and self.embedding is not None:
+                self.head.weight = self.embedding.weight
         frequencies = config.rope_base ** (-torch.arange(0, config.head, 2).float() / config.head)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Scalar loss of int64 ``tokens`` and ``targets``, both (batch, sequence)."""
-        cosine, sine = self._rotation(tokens.shape[1])
-        x = self.embedding(tokens)
+    def run_layers(self, x: Tensor) -> Tensor:
+        """Tokens or the previous stage's output to logits or the next stage's input."""
+        cosine, sine = self._rotation(x.shape[1])
+        if self.embedding is not None:
+            x = self.embedding(x)
         for block in self.blocks:
             x = run_block(block, self.config.checkpoint, x, cosine, sine)
-        return next_token_loss(self.head(self.norm(x)), targets)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
 
     def _rotation(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position's angles, (sequence, head)."""
@@ -144,6 +158,25 @@ class Llama(nn.Module):
         positions = torch.arange(length, device=frequencies.device).float()
         angles = torch.outer(positions, frequencies).repeat(1, 2)
         return angles.cos(), angles.sin()
+
+
+class Llama(LlamaLayers):
+    """A decoder that returns its loss."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss of int64 ``tokens`` and ``targets``, both (batch, sequence)."""
+        return next_token_loss(self.run_layers(tokens), targets)
+
+
+class LlamaStage(LlamaLayers):
+    """A stage of a pipeline."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next stage's input, (batch, sequence, hidden), or in the last one logits.
+
+        ``x``: the previous stage's output, or in the first one tokens, int64 (batch, sequence).
+        """
+        return self.run_layers(x)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

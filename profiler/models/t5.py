@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from teraio.profiler.models.attention import attend, future_mask
 from teraio.profiler.models.layers import (
     AttentionKernel,
     Checkpointing,
+    Embedding,
+    Linear,
     RMSNorm,
-    attend,
-    future_mask,
-    initialise,
+    draw,
+    drop,
     merge_heads,
     next_token_loss,
     run_block,
@@ -45,7 +47,7 @@ class T5Config:
     buckets: int = 32
     max_distance: int = 128
     norm_epsilon: float = 1e-6
-    attention: AttentionKernel = "sdpa"
+    attention: AttentionKernel = "auto"
     checkpoint: Checkpointing = "none"
 
 
@@ -57,19 +59,19 @@ class Attention(nn.Module):
         self.config = config
         width = config.heads * config.head
         self.norm = RMSNorm(config.hidden, config.norm_epsilon)
-        self.query = nn.Linear(config.hidden, width, bias=False)
-        self.key = nn.Linear(config.hidden, width, bias=False)
-        self.value = nn.Linear(config.hidden, width, bias=False)
-        self.output = nn.Linear(width, config.hidden, bias=False)
+        self.query = Linear(config.hidden, width, bias=False)
+        self.key = Linear(config.hidden, width, bias=False)
+        self.value = Linear(config.hidden, width, bias=False)
+        self.output = Linear(width, config.hidden, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None, bias: Tensor | None) -> Tensor:
         """(batch, sequence, hidden) -> the same; ``memory`` None: self-attention."""
         config = self.config
         normed = self.norm(x)
         source = normed if memory is None else memory
-        query = split_heads(self.query(normed), config.heads)
-        key = split_heads(self.key(source), config.heads)
-        value = split_heads(self.value(source), config.heads)
+        query = split_heads(self.query(normed), config.head)
+        key = split_heads(self.key(source), config.head)
+        value = split_heads(self.value(source), config.head)
         dropout = config.dropout if self.training else 0.0
         mixed = attend(
             query,
@@ -80,9 +82,7 @@ class Attention(nn.Module):
             scale=1.0,
             dropout=dropout,
         )
-        return x + functional.dropout(
-            self.output(merge_heads(mixed)), config.dropout, self.training
-        )
+        return x + drop(self.output(merge_heads(mixed)), config.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -92,10 +92,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.config = config
         self.norm = RMSNorm(config.hidden, config.norm_epsilon)
-        self.up = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down = nn.Linear(config.intermediate, config.hidden, bias=False)
+        self.up = Linear(config.hidden, config.intermediate, bias=False)
+        self.down = Linear(config.intermediate, config.hidden, bias=False)
         if config.gated:
-            self.gate = nn.Linear(config.hidden, config.intermediate, bias=False)
+            self.gate = Linear(config.hidden, config.intermediate, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> the same."""
@@ -104,8 +104,8 @@ class FeedForward(nn.Module):
             inner = functional.gelu(self.gate(normed), approximate="tanh") * self.up(normed)
         else:
             inner = functional.relu(self.up(normed))
-        inner = functional.dropout(inner, self.config.dropout, self.training)
-        return x + functional.dropout(self.down(inner), self.config.dropout, self.training)
+        inner = drop(inner, self.config.dropout, self.training)
+        return x + drop(self.down(inner), self.config.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -133,7 +133,7 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.config = config
         self.is_decoder = is_decoder
-        self.weight = nn.Embedding(config.buckets, config.heads)
+        self.weight = Embedding(config.buckets, config.heads)
 
     def forward(self, length: int) -> Tensor:
         """(1, heads, length, length), minus infinity where a decoder may not look."""
@@ -176,10 +176,10 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None) -> Tensor:
         """(batch, sequence, hidden) -> the same."""
         dropout, bias = self.config.dropout, self.bias(x.shape[1])
-        x = functional.dropout(x, dropout, self.training)
+        x = drop(x, dropout, self.training)
         for block in self.blocks:
             x = run_block(block, self.config.checkpoint, x, bias, memory)
-        return functional.dropout(self.norm(x), dropout, self.training)
+        return drop(self.norm(x), dropout, self.training)
 
 
 class T5(nn.Module):
@@ -188,14 +188,13 @@ class T5(nn.Module):
     def __init__(self, config: T5Config) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.embedding = Embedding(config.vocabulary, config.hidden)
         self.encoder = Stack(config, is_decoder=False)
         self.decoder = Stack(config, is_decoder=True)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        self.apply(initialise)
+        self.head = Linear(config.hidden, config.vocabulary, bias=False)
         if config.tied:
             # The head scales its input by hidden ** -0.5, which wants unit weights.
-            nn.init.normal_(self.embedding.weight)
+            draw(self.embedding.weight, std=1.0)
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
