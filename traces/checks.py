@@ -62,6 +62,11 @@ def _check_metadata(trace: Trace) -> None:
         value = getattr(metadata, name)
         if not isinstance(value, int) or value < (0 if name == "optimizer_steps" else 1):
             raise InputError(f"metadata.{name}: must be a positive integer, got {value!r}")
+    traced = metadata.traced_micro_batches
+    if not isinstance(traced, int) or not 0 <= traced <= metadata.micro_batches:
+        raise InputError(
+            f"metadata.traced_micro_batches: must be in 0..micro_batches, got {traced!r}"
+        )
 
 
 def _check_kernels(trace: Trace) -> None:

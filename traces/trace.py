@@ -138,6 +138,7 @@ class TraceMetadata:
     list operators were split into buckets of ``bucket_bytes`` (0: sized automatically).
     ``dispatch_seconds`` is what executing a plan adds to every kernel where kernels run on the
     host's own clock (a CPU that plays the GPU): measured as what watching added.
+    ``traced_micro_batches`` is how many were recorded of an unrolled trace (0: all).
 
     ``known_differences`` lists how a trace that was not measured departs from a real run.
     """
@@ -149,6 +150,7 @@ class TraceMetadata:
     rank: int = 0
     world_size: int = 1
     micro_batches: int = 1
+    traced_micro_batches: int = 0
     optimizer_steps: int = 1
     bucket_bytes: int = 0
     dispatch_seconds: float = 0.0

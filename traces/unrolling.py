@@ -1,0 +1,334 @@
+"""Unrolling: from the trace of a few micro-batches, exactly that of many.
+
+Once the first micro-batches are under way, each one does what the one before it did
+(:mod:`teraio.traces.periods`). So a trace of N micro-batches is one of fewer with copies of the
+repeating period put in after its first: kernels, births, accesses and deaths of a copy are those
+of the period, with every storage of a series replaced by the member of as many turns later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from teraio.contracts.plan import Accesses
+from teraio.contracts.table import MISSING, BoolArray, IntArray, TextArray
+from teraio.errors import InputError
+from teraio.traces.period_candidates import (
+    UNNAMED,
+    Origins,
+    collectives_by_group,
+    describe_kernel,
+    lives_full_cycle,
+)
+from teraio.traces.period_matching import Period
+from teraio.traces.periods import find_period, not_periodic
+from teraio.traces.trace import Kernels, Storages, Trace
+
+
+def micro_batches_to_trace(stages_after: int) -> int:
+    """The fewest micro-batches whose trace can be unrolled.
+
+    ``stages_after``: stages of a 1F1B pipeline after this one, which is how many forwards run
+    before the first backward; 0 without a pipeline. Gradients are born in micro-batch 0, so that
+    the backward passes of 1 and 2 are the first that can be equal; as many follow in the end as
+    forwards ran ahead.
+    """
+    return stages_after + 3
+
+
+def unroll(trace: Trace, micro_batches: int) -> Trace:
+    """The trace of the same iteration with so many micro-batches.
+
+    It equals one recorded with that many, row by row, as far as the script treats all micro-batches
+    after the first alike. Times of the kernels put in are the mean of the two periods seen. Raises
+    InputError for fewer micro-batches than were traced, and where the trace does not repeat itself;
+    the message names the first kernel that differs.
+    """
+    traced = trace.metadata.micro_batches
+    if micro_batches == traced:
+        return trace
+    if micro_batches < traced:
+        raise InputError(
+            f"unroll: micro_batches: {micro_batches} is less than the {traced} traced; trace fewer"
+        )
+    return _Unrolling(trace, find_period(trace), micro_batches - traced).unrolled()
+
+
+class _Unrolling:
+    """Puts ``copies`` copies of the period between its first and its second occurrence.
+
+    Storages are numbered twice: at first the old rows, then the members of each copy (a *number*
+    below); in the end in the order in which a recording would list them.
+    """
+
+    def __init__(self, trace: Trace, period: Period, copies: int) -> None:
+        self._trace = trace
+        self._period = period
+        self._copies = copies
+        self._added = copies * period.length
+        self._num_old = len(trace.storages)
+        self._num_kernels = trace.num_kernels + self._added
+        first = period.first
+        self._rank = np.full(self._num_old, MISSING)
+        self._rank[first] = np.arange(len(first))
+        self._second_of = np.full(self._num_old, MISSING)
+        self._second_of[first] = period.second
+        self._source = np.concatenate([np.arange(self._num_old), np.tile(first, copies)])
+        self._turn = np.zeros(len(self._source), dtype=np.int64)
+        self._turn[self._num_old :] = np.repeat(np.arange(1, copies + 1), len(first))
+
+    def unrolled(self) -> Trace:
+        """The new trace."""
+        metadata = self._trace.metadata
+        order = self._order()
+        row_of_number = np.empty_like(order)
+        row_of_number[order] = np.arange(len(order))
+        return Trace(
+            kernels=self._kernels(),
+            storages=self._storages(order),
+            accesses=self._accesses(row_of_number),
+            metadata=replace(
+                metadata,
+                micro_batches=metadata.micro_batches + self._copies,
+                traced_micro_batches=metadata.traced_micro_batches or metadata.micro_batches,
+            ),
+            calls=self._trace.calls,
+        )
+
+    def _moved(self, kernel: IntArray) -> IntArray:
+        """Where the old kernels are in the new trace; MISSING stays."""
+        result: IntArray = kernel + np.where(kernel >= self._period.end, self._added, 0)
+        return result
+
+    # Kernels
+
+    def _kernels(self) -> Kernels:
+        old, period, copies = self._trace.kernels, self._period, self._copies
+        first = np.arange(period.start, period.end)
+        rest = np.arange(period.end, len(old))
+        source = np.concatenate([np.arange(period.end), np.tile(first, copies), rest])
+        turn = np.concatenate(
+            [
+                np.zeros(period.end, dtype=np.int64),
+                np.repeat(np.arange(1, copies + 1), period.length),
+                np.full(len(rest), copies),
+            ]
+        )
+        is_copy = np.zeros(len(source), dtype=bool)
+        is_copy[period.end : period.end + self._added] = True
+        twin = np.where(is_copy, source + period.length, source)
+        workspace = old.workspace_bytes
+        columns = {column.name: getattr(old, column.name)[source] for column in old.COLUMNS}
+        counts = collectives_by_group(old, period.start, period.end)[source]
+        for name, step in (("micro_batch", 1), ("group_sequence", counts)):
+            values = columns[name]
+            columns[name] = np.where(values == MISSING, MISSING, values + turn * step)
+        for name in ("duration_seconds", "gap_before_seconds"):
+            values = getattr(old, name)
+            columns[name] = (values[source] + values[twin]) / 2
+        columns["workspace_bytes"] = np.maximum(workspace[source], workspace[twin])
+        columns["kernel"] = np.arange(len(source))
+        return Kernels(**columns)
+
+    # Storages
+
+    def _storages(self, order: IntArray) -> Storages:
+        old = self._trace.storages
+        columns = {column.name: getattr(old, column.name)[self._source] for column in old.COLUMNS}
+        columns["birth"] = self._at_turn(old.birth)
+        columns["death"] = self._deaths(columns["birth"])
+        columns["name"] = self._names()
+        columns = {name: values[order] for name, values in columns.items()}
+        columns["storage"] = np.arange(len(order))
+        return Storages(**columns)
+
+    def _at_turn(self, kernel: IntArray) -> IntArray:
+        """New kernel, by number, of an event of each storage's own (birth) at an old kernel."""
+        moved = np.where(self._turn == 0, self._moved(kernel)[self._source], kernel[self._source])
+        is_nowhere = kernel[self._source] == MISSING
+        result: IntArray = np.where(is_nowhere, MISSING, moved + self._turn * self._period.length)
+        return result
+
+    def _names(self) -> TextArray:
+        """Names, of which those of unnamed persistent storages tell their first access."""
+        origins, is_persistent = self._period.origins, self._trace.is_persistent
+        names: TextArray = self._trace.storages.name[self._source]
+        met_first = self._at_turn(origins.kernel)
+        position = Origins.position(origins.rank)
+        is_moved = is_persistent & (origins.kernel != MISSING)
+        for number in np.flatnonzero(is_moved[self._source]):
+            names[number] = f"{UNNAMED}{met_first[number]}.{position[self._source[number]]}"
+        return names
+
+    def _order(self) -> IntArray:
+        """Numbers in the order of a recording: a copy stands where the second period begins.
+
+        Tables list storages in sections (persistent, by birth, what is left from the cycle before):
+        within each a new one begins where the order of births does.
+        """
+        storages = self._trace.storages
+        section = _sections(storages)
+        position = np.arange(self._num_old)
+        second_begins = np.full(int(section.max(initial=0)) + 1, self._num_old)
+        np.minimum.at(second_begins, section[self._period.second], self._period.second)
+        place = position[self._source]
+        copied = self._source[self._num_old :]
+        place[self._num_old :] = second_begins[section[self._second_of[copied]]]
+        turn = np.where(self._turn == 0, self._copies + 1, self._turn)
+        result: IntArray = np.lexsort((self._source, turn, place))
+        return result
+
+    def _deaths(self, birth: IntArray) -> IntArray:
+        """New death by number. Each storage must be freed exactly once."""
+        old, period = self._trace.storages, self._period
+        death = np.full(len(self._source), MISSING)
+        times_freed = np.zeros(len(self._source), dtype=np.int64)
+        is_full = lives_full_cycle(self._trace)
+
+        def free(numbers: IntArray, kernels: IntArray) -> None:
+            death[numbers] = kernels
+            np.add.at(times_freed, numbers, 1)
+
+        freed = np.flatnonzero((old.death != MISSING) & ~is_full)
+        in_period = (old.death[freed] >= period.start) & (old.death[freed] < period.second_end)
+        inside = freed[(old.death[freed] >= period.start) & (old.death[freed] < period.end)]
+        for turn in range(self._copies + 2):
+            free(self._member(inside, turn), old.death[inside] + turn * period.length)
+        outside = freed[~in_period]
+        wraps = old.death[outside] < old.birth[outside]
+        is_later = wraps | (old.death[outside] >= period.second_end)
+        free(self._last_members(outside, is_later), self._moved(old.death[outside]))
+        kept = outside[is_later & self._is_kept(outside)]
+        for turn in range(1, self._copies + 1):
+            free(self._member(kept, turn), self._moved(old.death[kept]))
+        full = np.flatnonzero(is_full[self._source])
+        free(full, (birth[full] - 1) % self._num_kernels)
+        wrong = np.flatnonzero((birth != MISSING) & (times_freed != 1))
+        if len(wrong):
+            kernel = int(period.origins.kernel[self._source[wrong]].min())
+            raise not_periodic(self._trace, kernel, "what it creates is freed at other times")
+        return death
+
+    # Members of series
+
+    def _member(self, rows: IntArray, turns: int | IntArray) -> IntArray:
+        """Numbers of the members so many turns after the old rows, each in a series."""
+        template = self._period.template[rows]
+        turn = self._period.turn[rows] + turns
+        numbers = np.where(turn == 0, template, self._second_of[template])
+        is_copy = (turn >= 1) & (turn <= self._copies)
+        copy = self._num_old + (turn - 1) * len(self._period.first) + self._rank[template]
+        numbers = np.where(is_copy, copy, numbers)
+        before = np.flatnonzero(turn < 0)
+        if len(before):
+            numbers[before] = self._earlier_members(template[before], turn[before])
+        assert not (turn > self._copies + 1).any()
+        return numbers
+
+    def _earlier_members(self, template: IntArray, turn: IntArray) -> IntArray:
+        """Old rows of members from before the first period."""
+        period = self._period
+        known = np.flatnonzero((period.template != MISSING) & (period.turn < 0))
+        span = -int(min(turn.min(), period.turn[known].min(initial=0)))
+        key = period.template[known] * (span + 1) - period.turn[known]
+        order = np.argsort(key)
+        wanted = template * (span + 1) - turn
+        at = np.minimum(np.searchsorted(key[order], wanted), max(len(known) - 1, 0))
+        is_known = key[order][at] == wanted if len(known) else np.zeros(len(wanted), dtype=bool)
+        if not is_known.all():
+            kernel = int(period.origins.kernel[template[~is_known]].min())
+            what = "no micro-batch before creates the same"
+            raise not_periodic(self._trace, kernel, what)
+        result: IntArray = known[order][at]
+        return result
+
+    def _is_kept(self, rows: IntArray) -> BoolArray:
+        """Whether a storage is the first period's of a series that nothing frees or follows up."""
+        period = self._period
+        in_first = (period.template[rows] == rows) & (period.turn[rows] == 0)
+        result: BoolArray = in_first & ~self._is_followed(rows)
+        return result
+
+    def _is_followed(self, rows: IntArray) -> BoolArray:
+        """Whether what comes after the second period means these as the n-th last of a series."""
+        period = self._period
+        template, turn = period.template[rows], period.turn[rows]
+        result: BoolArray = (
+            (template != MISSING) & (turn <= 0) & (turn >= 2 - period.reach[template])
+        )
+        return result
+
+    def _last_members(self, rows: IntArray, is_later: BoolArray) -> IntArray:
+        """Numbers that kernels outside both periods mean by old rows.
+
+        ``is_later``: seen from after the second period, which the n-th last of a series is.
+        """
+        numbers = rows.copy()
+        moves = is_later & self._is_followed(rows)
+        numbers[moves] = self._member(rows[moves], self._copies)
+        return numbers
+
+    # Accesses
+
+    def _accesses(self, row_of_number: IntArray) -> Accesses:
+        old, period, copies = self._trace.accesses, self._period, self._copies
+        bounds = (period.start, period.end, period.second_end)
+        begin, middle, end = np.searchsorted(old.kernel, bounds)
+        head, tail = np.arange(begin), np.arange(end, len(old))
+        inside = np.arange(begin, middle)
+        turns = np.repeat(np.arange(copies + 2), len(inside))
+        source = np.concatenate([head, np.tile(inside, copies + 2), tail])
+        kernel = self._moved(old.kernel)[source]
+        kernel[begin : len(kernel) - len(tail)] = (
+            np.tile(old.kernel[inside], copies + 2) + turns * period.length
+        )
+        numbers = np.concatenate(
+            [
+                self._outside(head),
+                self._inside(inside, old.storage[middle:end], turns),
+                self._outside(tail),
+            ]
+        )
+        return Accesses(
+            kernel=kernel,
+            storage=row_of_number[numbers],
+            reads=old.reads[source],
+            writes=old.writes[source],
+        )
+
+    def _inside(self, accesses: IntArray, next_rows: IntArray, turns: IntArray) -> IntArray:
+        """Numbers accessed by all periods, the first to the last."""
+        rows = self._trace.accesses.storage[accesses]
+        moves = np.tile(rows != next_rows, self._copies + 2)
+        numbers = np.tile(rows, self._copies + 2)
+        numbers[moves] = self._member(numbers[moves], turns[moves])
+        return numbers
+
+    def _outside(self, accesses: IntArray) -> IntArray:
+        """Numbers accessed before the first period or after the second."""
+        old, period = self._trace.accesses, self._period
+        rows, kernel = old.storage[accesses], old.kernel[accesses]
+        birth = self._trace.storages.birth[rows]
+        is_later = (kernel >= period.second_end) | (birth > kernel)
+        bad = np.flatnonzero(is_later & self._is_kept(rows))
+        if len(bad):
+            place = describe_kernel(self._trace, int(kernel[bad[0]]))
+            raise InputError(
+                f"unroll: {place} uses one storage of every micro-batch, so that it depends on "
+                "their number; trace directly as many micro-batches as wanted"
+            )
+        return self._last_members(rows, is_later)
+
+
+def _sections(storages: Storages) -> IntArray:
+    """Number of the section of each row: one ends where births no longer ascend, (S,)."""
+    birth, ordinal = storages.birth, storages.birth_ordinal
+    persistent = birth == MISSING
+    breaks = np.zeros(len(birth), dtype=bool)
+    breaks[1:] = persistent[1:] != persistent[:-1]
+    descends = (birth[1:] < birth[:-1]) | ((birth[1:] == birth[:-1]) & (ordinal[1:] < ordinal[:-1]))
+    breaks[1:] |= descends & ~persistent[1:]
+    result: IntArray = np.cumsum(breaks)
+    return result
