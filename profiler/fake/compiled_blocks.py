@@ -1,0 +1,68 @@
+"""Models whose blocks run as compiled regions, on real devices and over fake tensors alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from teraio.errors import InputError
+
+
+def compile_blocks(model: nn.Module) -> int:
+    """Have each block of ``model`` compiled whole when it is first called; how many there are.
+
+    Dispatch modes see a block's forward pass as one operator and its backward pass as another. Over
+    fake tensors no code is generated. Names of modules and parameters stay as they are. Raises
+    InputError if there are no blocks (now), or if one cannot be compiled whole (when called).
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise InputError(
+            f"compile_blocks: {type(model).__name__} keeps no blocks in a ModuleList or ModuleDict"
+        )
+    options = _compiler_options(model)
+    for name, block in blocks:
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **options)
+        block.forward = _naming_failures(compiled, name)
+    return len(blocks)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the entries of every outermost module list or dictionary."""
+    blocks: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found = list(child.named_children())
+        else:
+            found = find_blocks(child)
+        blocks += [(f"{name}.{inner}", module) for inner, module in found]
+    return blocks
+
+
+def _compiler_options(model: nn.Module) -> dict[str, Any]:
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        from teraio.profiler.fake.compiled_regions import compile_without_code
+
+        return {"backend": compile_without_code}
+    return {"options": {"wrap_inductor_compiled_regions": True}}
+
+
+def _naming_failures(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``compiled``, whose failures to compile name the block."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    @functools.wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(f"{name}: cannot be compiled as one region: {reason}") from error
+
+    return forward
