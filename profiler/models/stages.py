@@ -23,6 +23,8 @@ class Stage:
     stages: int = 1
 
     def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise InputError(f"stages: must be at least 1, got {self.stages}")
         if not 0 <= self.stage < self.stages:
             raise InputError(f"stage: must be in 0..{self.stages - 1}, got {self.stage}")
 
