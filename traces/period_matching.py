@@ -6,7 +6,10 @@ are a *series*. A series is known by its member of the first period; the *turn* 
 periods from there (the second period's is 1, those of a warm-up are negative).
 
 Two periods are equal if their kernels are, and if births, accesses and deaths are the same once
-every storage is either the same one in both or the next member of the same series.
+every storage is either the same one in both or the next member of the same series. What happens
+between kernels may differ at the outer ends: views made before the first kernel of the first period
+(gradients are born in the micro-batch before it), storages freed after the last kernel of the
+second (a function returns).
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ class Period:
     ``template`` int64 (S,): row of the first period's member of a storage's series, MISSING outside
     any; ``turn`` int64 (S,): number of the member. ``first`` and ``second`` int64 (members,): rows
     of the members of the two periods. ``reach`` int64 (S,), by row of the first period: how many
-    periods after its own a member is last accessed or freed.
+    periods after its own a member is last accessed or freed. ``accessed`` int64: row of the first
+    period in the place of each access of the second. ``freed``, ``freed_next`` int64: rows that the
+    two periods free, but for the ends of their series.
     """
 
     start: int
@@ -37,6 +42,9 @@ class Period:
     first: IntArray
     second: IntArray
     reach: IntArray
+    accessed: IntArray
+    freed: IntArray
+    freed_next: IntArray
 
     @property
     def end(self) -> int:
@@ -94,7 +102,7 @@ class _Matching:
         first, second = self._match_births()
         self._find_earlier_members(first)
         rows, next_rows = self._match_accesses()
-        self._match_deaths()
+        freed, freed_next = self._match_deaths()
         self._check_accesses(rows, next_rows)
         self._check_kept(first, second)
         return Period(
@@ -106,6 +114,9 @@ class _Matching:
             first=first,
             second=second,
             reach=self._reach,
+            accessed=rows,
+            freed=freed,
+            freed_next=freed_next,
         )
 
     def _check_group_sequences(self) -> None:
@@ -166,12 +177,17 @@ class _Matching:
     # Accesses
 
     def _match_accesses(self) -> tuple[IntArray, IntArray]:
-        """Storages accessed in both periods, int64 (accesses of a period,) each."""
+        """Storages that both periods access, int64 (accesses of the second period,) each."""
         accesses = self._trace.accesses
         bounds = (self._start, self._end, self._end + self._length)
-        begin, middle, end = np.searchsorted(accesses.kernel, bounds)
-        first, second = slice(begin, middle), slice(middle, end)
+        begin, middle, end = np.searchsorted(accesses.kernel, bounds).tolist()
         counts = np.bincount(accesses.kernel[begin:end] - self._start, minlength=2 * self._length)
+        surplus = max(0, int(counts[0] - counts[self._length]))
+        only_views = ~accesses.reads & ~accesses.writes
+        if only_views[begin : begin + surplus].all():
+            begin += surplus
+            counts[0] -= surplus
+        first, second = slice(begin, middle), slice(middle, end)
         what = "other arguments are read or written"
         _refuse(counts[: self._length] != counts[self._length :], self._end, what)
         is_other = accesses.reads[first] != accesses.reads[second]
@@ -191,6 +207,8 @@ class _Matching:
     def _join(self, rows: IntArray, next_rows: IntArray) -> None:
         """What precedes the first period and is followed by a member of it is the member before."""
         code, kernel = self._search.storage_code, self._search.origins.kernel[rows]
+        if len(rows) != len(next_rows):
+            return
         joins = (kernel != MISSING) & (kernel < self._start) & (code[rows] == code[next_rows])
         joins &= self._template[next_rows] == next_rows
         replaced = np.isin(self._template, next_rows[joins]) & (self._turn == -1)
@@ -212,26 +230,33 @@ class _Matching:
 
     # Deaths
 
-    def _match_deaths(self) -> None:
+    def _match_deaths(self) -> tuple[IntArray, IntArray]:
+        """Rows that the first period frees, and those that the second frees in their place."""
+        death = self._trace.storages.death
         first, second = self._freed_in(self._start), self._freed_in(self._end)
-        first_keys, second_keys = self._death_keys(first, 0), self._death_keys(second, 1)
-        left = first[~np.isin(first_keys, second_keys)]
-        left_next = second[~np.isin(second_keys, first_keys)]
-        if len(left) == len(left_next):
-            # What the place does not tell corresponds in the order of deaths and births.
-            self._join(left, left_next)
-            first_keys, second_keys = self._death_keys(first, 0), self._death_keys(second, 1)
-        other = np.concatenate(
-            [
-                self._trace.storages.death[first[~np.isin(first_keys, second_keys)]] + self._length,
-                self._trace.storages.death[second[~np.isin(second_keys, first_keys)]],
-                self._trace.storages.death[second[self._template[second] == MISSING]],
-            ]
-        )
+        is_left, is_left_next = self._unequal_deaths(first, second)
+        left, left_next = first[is_left], second[is_left_next]
+        at_end = death[left_next] == self._end + self._length - 1
+        # What the place does not tell corresponds in the order of deaths and births.
+        self._join(left, left_next[~at_end] if len(left) < len(left_next) else left_next)
+        is_left, is_left_next = self._unequal_deaths(first, second)
+        left_next = second[is_left_next]
+        is_inside = death[left_next] < self._end + self._length - 1
+        other = np.append(death[first[is_left]] + self._length, death[left_next[is_inside]])
         if len(other):
             raise _UnequalError(int(other.min()), "other storages are freed")
         self._is_freed_inside[self._template[first]] = True
         self._extend_reach(first)
+        return first, second[~is_left_next]
+
+    def _unequal_deaths(self, first: IntArray, second: IntArray) -> tuple[BoolArray, BoolArray]:
+        """Which rows freed in either period have no counterpart in the other."""
+        first_keys, second_keys = self._death_keys(first, 0), self._death_keys(second, 1)
+        unknown = self._template[first] == MISSING, self._template[second] == MISSING
+        return (
+            unknown[0] | ~np.isin(first_keys, second_keys),
+            unknown[1] | ~np.isin(second_keys, first_keys),
+        )
 
     def _freed_in(self, begin: int) -> IntArray:
         """Rows freed in a period, ordered by death and birth."""

@@ -191,14 +191,14 @@ class _Unrolling:
             death[numbers] = kernels
             np.add.at(times_freed, numbers, 1)
 
-        freed = np.flatnonzero((old.death != MISSING) & ~is_full)
-        in_period = (old.death[freed] >= period.start) & (old.death[freed] < period.second_end)
-        inside = freed[(old.death[freed] >= period.start) & (old.death[freed] < period.end)]
+        inside = period.freed
         for turn in range(self._copies + 2):
             free(self._member(inside, turn), old.death[inside] + turn * period.length)
-        outside = freed[~in_period]
+        is_outside = (old.death != MISSING) & ~is_full
+        is_outside[inside] = is_outside[period.freed_next] = False
+        outside = np.flatnonzero(is_outside)
         wraps = old.death[outside] < old.birth[outside]
-        is_later = wraps | (old.death[outside] >= period.second_end)
+        is_later = wraps | (old.death[outside] >= period.end)
         free(self._last_members(outside, is_later), self._moved(old.death[outside]))
         kept = outside[is_later & self._is_kept(outside)]
         for turn in range(1, self._copies + 1):
@@ -273,38 +273,29 @@ class _Unrolling:
     # Accesses
 
     def _accesses(self, row_of_number: IntArray) -> Accesses:
+        """The copies are made from the second period, whose first kernel is free of what precedes
+        the first: see :mod:`teraio.traces.period_matching`.
+        """
         old, period, copies = self._trace.accesses, self._period, self._copies
         bounds = (period.start, period.end, period.second_end)
         begin, middle, end = np.searchsorted(old.kernel, bounds)
-        head, tail = np.arange(begin), np.arange(end, len(old))
-        inside = np.arange(begin, middle)
-        turns = np.repeat(np.arange(copies + 2), len(inside))
-        source = np.concatenate([head, np.tile(inside, copies + 2), tail])
+        head, first = np.arange(begin), np.arange(begin, middle)
+        second, tail = np.arange(middle, end), np.arange(end, len(old))
+        repeats = np.repeat(np.arange(copies + 1), len(second))
+        source = np.concatenate([head, first, np.tile(second, copies + 1), tail])
         kernel = self._moved(old.kernel)[source]
-        kernel[begin : len(kernel) - len(tail)] = (
-            np.tile(old.kernel[inside], copies + 2) + turns * period.length
-        )
-        numbers = np.concatenate(
-            [
-                self._outside(head),
-                self._inside(inside, old.storage[middle:end], turns),
-                self._outside(tail),
-            ]
-        )
+        kernel[middle : middle + len(repeats)] -= (copies - repeats) * period.length
+        rows, next_rows = np.tile([period.accessed, old.storage[second]], copies + 1)
+        moves = rows != next_rows
+        repeated = rows.copy()
+        repeated[moves] = self._member(rows[moves], 1 + repeats[moves])
+        numbers = [self._outside(head), old.storage[first], repeated, self._outside(tail)]
         return Accesses(
             kernel=kernel,
-            storage=row_of_number[numbers],
+            storage=row_of_number[np.concatenate(numbers)],
             reads=old.reads[source],
             writes=old.writes[source],
         )
-
-    def _inside(self, accesses: IntArray, next_rows: IntArray, turns: IntArray) -> IntArray:
-        """Numbers accessed by all periods, the first to the last."""
-        rows = self._trace.accesses.storage[accesses]
-        moves = np.tile(rows != next_rows, self._copies + 2)
-        numbers = np.tile(rows, self._copies + 2)
-        numbers[moves] = self._member(numbers[moves], turns[moves])
-        return numbers
 
     def _outside(self, accesses: IntArray) -> IntArray:
         """Numbers accessed before the first period or after the second."""
