@@ -59,6 +59,7 @@ def main() -> None:
     }
     print(json.dumps(report, indent=1))
     if options.save is not None:
+        options.save.mkdir(parents=True, exist_ok=True)
         fake.save(options.save / "fake.trace")
         real.save(options.save / "real.trace")
 

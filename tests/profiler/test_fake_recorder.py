@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from teraio.errors import InputError
-from teraio.profiler import profile_model
 from teraio.profiler.fake.recording import record
-from teraio.profiler.training import TrainingSetup, reference_setup
+from teraio.profiler.recorder import Recorder
+from teraio.profiler.trace_building import build_trace
+from teraio.profiler.training import TrainingSetup, build_training, reference_setup
 from teraio.traces.trace import Trace
 
 SMALL_BYTES = 64
@@ -33,7 +34,18 @@ def both(name: str, **options: Any) -> tuple[Trace, Trace]:
     """The fake trace and the real one of the same loop on the CPU."""
     options = {"attention": "sdpa", **options}
     setup = reference_setup(name, options=options)
-    return record(setup), profile_model(name, **options)
+    return record(setup), record_real(setup)
+
+
+def record_real(setup: TrainingSetup) -> Trace:
+    training = build_training(setup)
+    recorder = Recorder(device_type="cpu", describe_calls=True)
+    recorder.recording.give_up_workspace()
+    recorder.names.add_model(training.model)
+    with recorder:
+        for _ in range(3):
+            training.run_iteration()
+    return build_trace(recorder)
 
 
 def assert_same(fake: Trace, real: Trace) -> None:
@@ -47,13 +59,17 @@ def assert_same(fake: Trace, real: Trace) -> None:
 
 
 def births(trace: Trace) -> list[Any]:
-    """Every storage with all that is known of it, in order; runs of tiny ones sorted."""
+    """Every storage with all that is known of it: persistent ones, which are not born, by name, the
+    others in order of birth, runs of tiny ones sorted.
+    """
     storages = trace.storages
     names = ("birth", "death", "nbytes", "kind", "name", "dtype", "resizable")
     rows = list(zip(*(getattr(storages, name).tolist() for name in names), strict=True))
-    result: list[Any] = []
+    result = sorted((row for row in rows if row[0] < 0), key=str)
     tiny: list[Any] = []
     for row in rows:
+        if row[0] < 0:
+            continue
         if row[2] <= SMALL_BYTES:
             tiny.append(row)
             continue
