@@ -27,6 +27,19 @@ from teraio.profiler.costs.gpus import GpuSpec
 from teraio.traces.trace import Calls
 
 _PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+_UNEVEN = {
+    "_to_copy",
+    "cat",
+    "clone",
+    "mean",
+    "sum",
+    "_softmax",
+    "_softmax_backward_data",
+    "_log_softmax",
+    "_log_softmax_backward_data",
+}
+"""Operators whose output is unlike their input, or that read it more than once."""
+
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
@@ -46,7 +59,7 @@ def roofline_seconds(calls: Calls, gpu: GpuSpec, precision: str) -> FloatArray:
         rate = _reached_flops(operator, text, arguments, gpu, precision)
         if is_causal(operator, arguments):
             flops /= 2
-        memory_seconds = moved_bytes / (gpu.memory_rate * gpu.efficiencies.memory)
+        memory_seconds = moved_bytes / (gpu.memory_rate * _memory_share(operator, arguments, gpu))
         seconds[row] = max(flops / rate, memory_seconds) + gpu.launch_seconds
     return seconds
 
@@ -58,6 +71,17 @@ def _reached_flops(operator: str, text: str, arguments: Any, gpu: GpuSpec, preci
     is_attention = base_name(operator) in IS_CAUSAL_POSITION
     shares = gpu.efficiencies.attention if is_attention else gpu.efficiencies.matrix
     return gpu.peak[kind] * shares[kind]
+
+
+def _memory_share(operator: str, arguments: Any, gpu: GpuSpec) -> float:
+    """Share of the memory's rate that a kernel of this kind reaches."""
+    name = base_name(operator)
+    if name.startswith(("_fused_", "_foreach_")):
+        return gpu.efficiencies.memory_of_lists
+    looks = {json.dumps(tensor[:3]) for tensor in tensors_of(arguments) if tensor[1]}
+    if len(looks) > 1 or name in _UNEVEN:
+        return gpu.efficiencies.memory_if_uneven
+    return gpu.efficiencies.memory
 
 
 def _collective_seconds(calls: Calls, row: int, gpu: GpuSpec) -> float:
