@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from teraio.profiler.fake.fake_mode import KNOWN_DIFFERENCES, fake_tensors
 from teraio.profiler.fake.fake_recorder import FakeRecorder
+from teraio.profiler.fake.gpu_operators import GpuOperators
+from teraio.profiler.fake.refusals import BuildingMode, Refusals
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.trace_building import build_trace
 from teraio.profiler.training.loop import Training, build_training
+from teraio.profiler.training.model_sources import OwnModel, model_label, resolve_model
 from teraio.profiler.training.setup import TrainingSetup
 from teraio.traces.trace import Trace
 
@@ -21,24 +25,36 @@ def record(
     micro_batches: int | None = None,
     *,
     bucket_bytes: int = AUTOMATIC_BUCKETS,
+    assume_scalars: bool = False,
     progress: Progress | None = None,
 ) -> Trace:
     """The trace of an iteration of so many micro-batches (default: the setup's).
 
-    Its kernels' times mean nothing: see :mod:`teraio.profiler.costs.pricing`. Raises InputError,
+    Its kernels' times mean nothing: see :mod:`teraio.profiler.costs.pricing`. ``assume_scalars``:
+    code that asks for the value of a tensor is told 1, and the trace says where. Raises InputError,
     which names operator and module, for what fake tensors cannot do.
     """
     micro_batches = micro_batches or setup.micro_batches
-    with fake_tensors():
+    # One's own function is imported here: what a module makes on import must be real.
+    source = resolve_model(setup.model)
+    setup = replace(setup, model=source)
+    is_own = isinstance(source, OwnModel)
+    refusals = Refusals(
+        assume_scalars=assume_scalars,
+        unread_values_in=source.unread_values_in if is_own else frozenset(),
+    )
+    with refusals.explained(), fake_tensors(), source.tracing() if is_own else nullcontext():
         if progress is not None:
             progress("building the model")
-        training = build_training(setup)
-        recorder = FakeRecorder(bucket_bytes=bucket_bytes, progress=progress)
+        with BuildingMode(refusals):
+            training = build_training(setup)
+        refusals.model = training.model
+        recorder = FakeRecorder(bucket_bytes=bucket_bytes, progress=progress, refusals=refusals)
         recorder.names.add_model(training.model)
         recorder.names.add_optimizer(training.optimizer)
-        with recorder:
+        with recorder, GpuOperators(setup.attention) if is_own else nullcontext():
             _run_iterations(training, micro_batches)
-        return _finish(recorder, setup)
+        return _finish(recorder, setup, refusals)
 
 
 def _run_iterations(training: Training, micro_batches: int) -> None:
@@ -48,13 +64,16 @@ def _run_iterations(training: Training, micro_batches: int) -> None:
         training.run_iteration(micro_batches)
 
 
-def _finish(recorder: FakeRecorder, setup: TrainingSetup) -> Trace:
-    name = setup.model if isinstance(setup.model, str) else type(setup.model).__name__
-    made = build_trace(recorder, model=name)
+def _finish(recorder: FakeRecorder, setup: TrainingSetup, refusals: Refusals) -> Trace:
+    made = build_trace(recorder, model=model_label(setup.model))
     metadata = replace(
         made.metadata,
         rank=setup.rank,
         world_size=setup.world_size,
-        known_differences=[*KNOWN_DIFFERENCES, *made.metadata.known_differences],
+        known_differences=[
+            *KNOWN_DIFFERENCES,
+            *refusals.assumptions(),
+            *made.metadata.known_differences,
+        ],
     )
     return replace(made, metadata=metadata)

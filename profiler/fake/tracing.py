@@ -6,12 +6,11 @@ from typing import Any
 
 from teraio.profiler.costs.pricing import price
 from teraio.profiler.costs.timings import Timings
-from teraio.traces.unrolling import micro_batches_to_trace, unroll
-
 from teraio.profiler.fake.recording import Progress, record
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.training.setup import make_setup
 from teraio.traces.trace import Trace
+from teraio.traces.unrolling import micro_batches_to_trace, unroll
 
 DEFAULT_GPU = "h100-nvl"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from teraio.profiler.models import build_model, model_config
+from teraio.profiler.models import model_config
+from teraio.profiler.training.model_sources import MakeBatch, build_source, run_model
 from teraio.profiler.training.setup import Precision, TrainingSetup
 
 RunMicroBatches = Callable[[int], None]
@@ -62,8 +64,8 @@ def _build_parallel(
     setup: TrainingSetup, device: torch.device
 ) -> tuple[nn.Module, RunMicroBatches]:
     with device:
-        model = build_model(setup.model, **setup.model_options)
-    return model, lambda count: accumulate_gradients(model, setup, device, count)
+        model, make_batch = build_source(setup)
+    return model, lambda count: accumulate_gradients(model, setup, device, count, make_batch)
 
 
 def _build_optimizer(setup: TrainingSetup, model: nn.Module) -> torch.optim.Optimizer:
@@ -74,15 +76,26 @@ def _build_optimizer(setup: TrainingSetup, model: nn.Module) -> torch.optim.Opti
 
 
 def accumulate_gradients(
-    model: nn.Module, setup: TrainingSetup, device: torch.device, micro_batches: int
+    model: nn.Module,
+    setup: TrainingSetup,
+    device: torch.device,
+    micro_batches: int,
+    make_batch: MakeBatch | None = None,
 ) -> None:
-    """Forward and backward of one micro-batch after another."""
+    """Forward and backward of one micro-batch after another; by default of random tokens."""
     for _ in range(micro_batches):
-        tokens, targets = random_batch(setup, device)
+        batch = _draw_batch(setup, device, make_batch)
         with autocast(setup.dtype, device):
-            loss = model(tokens, targets)
+            loss = run_model(model, batch)
         # A float: how many micro-batches there are makes it no other operator call.
         (loss / float(micro_batches)).backward()
+
+
+def _draw_batch(setup: TrainingSetup, device: torch.device, make_batch: MakeBatch | None) -> Any:
+    if make_batch is None:
+        return random_batch(setup, device)
+    with device:
+        return make_batch(setup.micro_batch_size, setup.sequence)
 
 
 def random_batch(setup: TrainingSetup, device: torch.device) -> tuple[Tensor, Tensor]:

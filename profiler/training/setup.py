@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from teraio.errors import InputError
-from teraio.profiler.models import MODELS, ModelConfig, model_config
+from teraio.profiler.models import MODELS, model_config
 from teraio.profiler.models.layers import AttentionKernel, Checkpointing
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
@@ -21,15 +21,16 @@ OptimizerImplementation: TypeAlias = Literal["fused", "foreach", "for-loop"]
 class TrainingSetup:
     """One rank's part of a training iteration.
 
-    ``model``: a reference model's name or sizes. ``micro_batch_size`` sequences of ``sequence``
+    ``model``: a reference model's name or sizes, or another of the sources in
+    :mod:`teraio.profiler.training.model_sources`. ``micro_batch_size`` sequences of ``sequence``
     tokens make a micro-batch, ``micro_batches`` of them an iteration. ``clip_norm``: largest norm
     of all gradients together, None for no clipping. ``checkpoint`` and ``attention`` None: as the
-    model's sizes say. ``stages`` > 1: a 1F1B pipeline, of which this
-    rank runs ``stage``. ``tensor_parallel`` and ``data_parallel`` (FSDP2) count the ranks that
-    share a layer, or the parameters. ``compile_blocks``: each block runs as compiled regions.
+    model's sizes say. ``stages`` > 1: a 1F1B pipeline, of which this rank runs ``stage``.
+    ``tensor_parallel`` and ``data_parallel`` (FSDP2) count the ranks that share a layer, or the
+    parameters. ``compile_blocks``: each block runs as compiled regions.
     """
 
-    model: str | ModelConfig
+    model: Any
     sequence: int
     micro_batch_size: int
     micro_batches: int = 1

@@ -1,0 +1,99 @@
+"""Operators of the GPU where functions of PyTorch would call others for the CPU.
+
+Reference models call these themselves (:mod:`teraio.profiler.models.layers`). One's own model calls
+``functional.scaled_dot_product_attention`` or ``dropout``, which dispatch by device, and a fake
+tensor's is the CPU. So such calls are answered here, before PyTorch chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from teraio.profiler.models.attention import AttentionInputs, attend, automatic_kernel
+from teraio.profiler.models.layers import AttentionKernel, is_virtual
+
+_BATCHED = 4
+"""Dimensions that the fused kernels take."""
+
+
+class GpuOperators(TorchFunctionMode):
+    """Attention and dropout of fake tensors run the kernels of a GPU.
+
+    ``attention`` ``"sdpa"`` leaves attention to PyTorch, which takes the CPU's.
+    """
+
+    def __init__(self, attention: AttentionKernel | None = None) -> None:
+        super().__init__()
+        self._routes: dict[Any, Callable[..., Any]] = {functional.dropout: _drop}
+        if attention != "sdpa":
+            self._routes[functional.scaled_dot_product_attention] = _attend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        route = self._routes.get(func)
+        if route is None:
+            return func(*args, **(kwargs or {}))
+        return route(*args, **(kwargs or {}))
+
+
+def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not is_virtual(input) or not training or inplace or not 0 < p < 1:
+        return functional.dropout(input, p, training, inplace)
+    result: Tensor = torch.native_dropout(input, p, train=True)[0]
+    return result
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As ``functional.scaled_dot_product_attention`` on a GPU."""
+    inputs = AttentionInputs(query, key, value, is_causal, attn_mask, scale, dropout_p)
+    kernel = _kernel(inputs) if is_virtual(query) else None
+    options = {"is_causal": is_causal, "scale": scale}
+    if kernel is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options
+        )
+    if kernel == "sdpa-math":
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options
+            )
+    bias = _additive(attn_mask, query)
+    return attend(query, key, value, kernel, bias=bias, dropout=dropout_p, **options)
+
+
+def _kernel(inputs: AttentionInputs) -> Any:
+    """The kernel that PyTorch picks on a GPU; None where it would refuse the inputs."""
+    if inputs.is_causal and inputs.bias is not None:
+        return None
+    shapes = {tuple(x.shape[:-2]) for x in (inputs.query, inputs.key, inputs.value)}
+    heads = {x.shape[-1] for x in (inputs.query, inputs.key, inputs.value)}
+    kernel = automatic_kernel(inputs)
+    is_plain = inputs.query.dim() == _BATCHED and len(heads) == 1
+    # Only the efficient kernel has no groups of heads that share keys (sdp_utils.cpp).
+    if not is_plain or (len(shapes) > 1 and kernel == "efficient"):
+        return "sdpa-math"
+    return kernel
+
+
+def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A Boolean mask as PyTorch adds it to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
