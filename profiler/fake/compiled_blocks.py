@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from teraio.errors import InputError
+from teraio.profiler.models import layers
 
 
 def compile_blocks(model: nn.Module) -> int:
@@ -25,10 +26,11 @@ def compile_blocks(model: nn.Module) -> int:
         raise InputError(
             f"compile_blocks: {type(model).__name__} keeps no blocks in a ModuleList or ModuleDict"
         )
-    options = _compiler_options(model)
+    is_virtual = _is_virtual(model)
+    options = _compiler_options(is_virtual=is_virtual)
     for name, block in blocks:
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **options)
-        block.forward = _naming_failures(compiled, name)
+        block.forward = _naming_failures(compiled, name, is_virtual=is_virtual)
     return len(blocks)
 
 
@@ -44,25 +46,37 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
-def _compiler_options(model: nn.Module) -> dict[str, Any]:
+def _is_virtual(model: nn.Module) -> bool:
     tensors = [*model.parameters(), *model.buffers()]
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _compiler_options(*, is_virtual: bool) -> dict[str, Any]:
+    if is_virtual:
         from teraio.profiler.fake.compiled_regions import compile_without_code
 
         return {"backend": compile_without_code}
     return {"options": {"wrap_inductor_compiled_regions": True}}
 
 
-def _naming_failures(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``compiled``, whose failures to compile name the block."""
+def _naming_failures(
+    compiled: Callable[..., Any], name: str, *, is_virtual: bool
+) -> Callable[..., Any]:
+    """``compiled``, whose failures to compile name the block.
+
+    ``is_virtual``: the block chooses its kernels as for the GPU that fake tensors stand for.
+    """
     from torch._dynamo.exc import TorchDynamoException
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        before, layers.compiles_virtual = layers.compiles_virtual, is_virtual
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise InputError(f"{name}: cannot be compiled as one region: {reason}") from error
+        finally:
+            layers.compiles_virtual = before
 
     return forward

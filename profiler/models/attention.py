@@ -95,15 +95,21 @@ def automatic_kernel(attention: AttentionInputs) -> str:
     cuDNN comes first on Hopper and Blackwell (compute capability 9 and 10), flash elsewhere. The
     GPU is that of this machine; where there is none, a Hopper with the cuDNN of torch 2.11.
     """
+    enabled = _enabled_kernels()
+    for kernel in _FUSED:
+        if kernel in enabled and not obstacles(kernel, attention):
+            return kernel
+    return "sdpa-math"
+
+
+@torch.compiler.assume_constant_result  # The compiler cannot look into these switches.
+def _enabled_kernels() -> tuple[str, ...]:
     enabled = {
         "cudnn": switches.cudnn_sdp_enabled() and _prefers_cudnn(),
         "flash": switches.flash_sdp_enabled(),
         "efficient": switches.mem_efficient_sdp_enabled(),
     }
-    for kernel in _FUSED:
-        if enabled[kernel] and not obstacles(kernel, attention):
-            return kernel
-    return "sdpa-math"
+    return tuple(kernel for kernel in _FUSED if enabled[kernel])
 
 
 @cache
