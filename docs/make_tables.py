@@ -1,7 +1,8 @@
-"""Rewrites the generated blocks of docs/*.md: columns of tables and help texts of commands.
+"""Rewrites the generated blocks of docs/*.md: tables' columns, commands' help texts, models.
 
-A block stands between ``<!-- table: module.Class -->`` or ``<!-- help: command -->`` and
-``<!-- end -->``. Run ``python docs/make_tables.py``; tests/cli/test_docs.py fails on stale blocks.
+A block stands between ``<!-- table: module.Class -->``, ``<!-- help: command -->`` or ``<!-- models:
+module -->`` and ``<!-- end -->``. Run ``python docs/make_tables.py``; tests/cli/test_docs.py fails
+on stale blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from teraio.cli import main
 from teraio.contracts.table import Column, Table
 
 FOLDER = Path(__file__).parent
-_BLOCK = re.compile(r"(<!-- (table|help): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (table|help|models): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _HELP_WIDTH = 96
 
 
@@ -46,9 +47,25 @@ def help_text(name: str) -> str:
     return f"```text\n{command.get_help(context)}\n```\n"
 
 
+def models_text(module: str) -> str:
+    """The models of a registry's module with their sizes, as a Markdown table."""
+    models = importlib.import_module(module)
+    rows = [
+        "| model | parameters | layers | hidden | batch | sequence |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, spec in models.MODELS.items():
+        config, parameters = spec.config, models.num_parameters(spec.config)
+        rows.append(
+            f"| `{name}` | {parameters:,} | {config.layers} | {config.hidden} "
+            f"| {spec.batch} | {spec.sequence} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
 def renewed(text: str) -> str:
     """The text of a document with all its generated blocks made anew."""
-    makers = {"table": table_text, "help": help_text}
+    makers = {"table": table_text, "help": help_text, "models": models_text}
     return _BLOCK.sub(lambda block: block[1] + makers[block[2]](block[3]) + block[5], text)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +16,12 @@ class OperatorLog(TorchDispatchMode):
     """The operators below autograd and autocast, each with its tensors' shapes and dtypes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.calls: list[Call] = []
+
+    def __enter__(self) -> Self:
+        TorchDispatchMode.__enter__(self)
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -20,8 +20,8 @@ from teraio.profiler.models import (
 )
 
 PUBLISHED = {
-    # Sums of the shapes in the checkpoints' safetensors, as Hugging Face shows them beside a model;
-    # tied weights once. Mixtral and the T5s also: sum over named_parameters in transformers.
+    # Parameters of the published checkpoints, tied weights once: the total that Hugging Face's API
+    # gives for the safetensors, or for older ones (GPT-2, T5) the sum over transformers' model.
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
@@ -42,8 +42,8 @@ PUBLISHED = {
 }
 
 ROUNDED = {
-    # "8.05B params", Hugging Face; the config is checked field by field below.
-    "granite-code-8b": (8.05e9, 0.005e9),
+    # "8B": 8.05 with the fields of the checkpoint's config.json; untied it would be 8.26.
+    "granite-code-8b": (8.05e9, 0.05e9),
     # Narayanan et al. 2021, table 1, with a vocabulary of 51,200 and 2,048 positions: 39.1 billion.
     "gpt2-40b": (39.1e9, 0.05e9),
 }

@@ -38,10 +38,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inputs(
     dtype: torch.dtype = BF16, head: int = 16, keys: int = 32, device: str = "cpu"
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values that want gradients: 2 sequences of 32, 4 heads."""
-    shapes = [(2, 4, 32, head), (2, 4, keys, head), (2, 4, keys, head)]
-    return [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+
+    def draw(length: int) -> Tensor:
+        shape = (2, 4, length, head)
+        return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+    return draw(32), draw(keys), draw(keys)
 
 
 def logged(query: Tensor, key: Tensor, value: Tensor, kernel: str, **options: Any) -> list[Call]:
@@ -57,7 +61,7 @@ def test_kernels_agree_on_bias_and_scale() -> None:
     bias = torch.randn(1, 4, 5, 5)
     expected = torch.softmax(query @ key.mT * 0.5 + bias, dim=-1) @ value
     for kernel in ("auto", "sdpa", "math"):
-        result = attend(query, key, value, kernel, bias=bias, scale=0.5)  # type: ignore[arg-type]
+        result = attend(query, key, value, kernel, bias=bias, scale=0.5)
         torch.testing.assert_close(result, expected)
 
 
@@ -206,7 +210,7 @@ def test_real_tensors_run_what_pytorch_picks() -> None:
     query, key, value = inputs(FP32)
     results = []
     for kernel in ("auto", "sdpa"):
-        result = attend(query, key, value, kernel, is_causal=True)  # type: ignore[arg-type]
+        result = attend(query, key, value, kernel, is_causal=True)
         results.append((result, *torch.autograd.grad(result.sum(), (query, key, value))))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -320,7 +324,7 @@ def test_the_gpu_runs_what_pytorch_dispatches(
 def test_the_gpu_aligns_a_bias_as_here(keys: int) -> None:
     """Padded, sliced and expanded in the same order."""
 
-    def make(device: str) -> tuple[list[Tensor], Tensor]:
+    def make(device: str) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         bias = torch.randn(1, 4, 32, keys, device=device, requires_grad=True)
         return inputs(FP32, keys=keys, device=device), bias
 
