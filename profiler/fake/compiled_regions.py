@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from teraio.profiler.fake.region_outputs import OutputLayout
 
-
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class FakeRegion:
-    """One compiled graph. Called with a list of inputs, which it empties, as generated code does."""
+    """One compiled graph. Called with a list of inputs, it empties it, as generated code does."""
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
         self._boxed_call = True  # Tells callers to give a list. Wrappers copy no class attributes.

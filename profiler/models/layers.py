@@ -12,8 +12,6 @@ tensors, so that a trace recorded without a GPU fits a run on one:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
