@@ -129,9 +129,12 @@ class CallContext:
         return module or self._nodes.find(number) or ""
 
     def _owner_of(self, parameter: torch.Tensor) -> str:
-        if not self._owners:
-            self._owners = self._names.modules_of_parameters()
-        return self._owners.get(id(parameter), "")
+        owner = self._owners.get(id(parameter))
+        if owner is None:
+            # FSDP makes its parameters appear when they are needed.
+            self._owners |= self._names.modules_of_parameters()
+            owner = self._owners.setdefault(id(parameter), "")
+        return owner
 
     def micro_batch(self, phase: str) -> int:
         """Index of the micro-batch that a kernel of this phase belongs to, MISSING if none.

@@ -82,9 +82,10 @@ class KernelMode(TorchDispatchMode):
 
     Subclasses override ``before_kernel``, ``run_kernel``, ``after_kernel``, ``on_view``,
     ``on_death`` and ``on_iteration_end``. Use as a context manager around the training loop. While
-    ``is_idle`` operators pass unseen. Only one may be active in a process: entering another raises
-    InputError. Strided nested tensors are refused; jagged ones and other wrapper subclasses are
-    seen as the plain tensors that they wrap.
+    ``is_idle`` operators pass unseen, and so do those of a FakeTensorMode that was not there when
+    the mode was entered: PyTorch runs them to learn shapes. Only one may be active in a process:
+    entering another raises InputError. Strided nested tensors are refused; jagged ones and other
+    wrapper subclasses are seen as the plain tensors that they wrap.
     """
 
     supports_higher_order_operators = True
@@ -108,6 +109,7 @@ class KernelMode(TorchDispatchMode):
         self.bucket_bytes = bucket_bytes
         self.in_optimizer = False
         self.is_idle = False
+        self._fake_mode: Any = None
         self.names = NameBook()
         self.registry = StorageRegistry(device_type, self.on_death)
         self._signatures = SignatureBook()
@@ -149,6 +151,7 @@ class KernelMode(TorchDispatchMode):
                 "teraio: a profile or an executed run is active already; leave it first"
             )
         _entered.append(self)
+        self._fake_mode = _active_fake_mode()
         self._hook_handles = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
@@ -235,7 +238,7 @@ class KernelMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_idle:
+        if self.is_idle or _active_fake_mode() is not self._fake_mode:
             return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
@@ -382,6 +385,10 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+def _active_fake_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _join_results(results: list[Any]) -> Any:

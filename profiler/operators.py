@@ -73,7 +73,12 @@ _COLLECTIVE_WRITES = {
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional"}
 _IGNORED_NAMESPACES = {"prim", "prims_profiler", "profiler"}
 # Outputs share the input's storage although the schema does not say so.
-_UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
+_UNDECLARED_VIEWS = {
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::lift_fresh",
+    "_c10d_functional::_wrap_tensor_autograd",
+}
 _OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "set_"}
 _LIST_PREFIXES = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 

@@ -83,7 +83,14 @@ class StorageState:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The tensor's storage, or None for layouts that have none (sparse, mkldnn)."""
+    """The tensor's storage, or None for layouts that have none (sparse, mkldnn).
+
+    Of a wrapper (DTensor, jagged tensor) that of the tensor that it wraps.
+    """
+    while hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in names]
+        tensor = next(part for part in parts if isinstance(part, torch.Tensor))
     try:
         return tensor.untyped_storage()
     except NotImplementedError:

@@ -7,10 +7,16 @@ turn. Results are nonsense wherever they come from another rank; with fake tenso
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from teraio.errors import InputError
 
@@ -38,9 +44,84 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         "fake", store=distributed.HashStore(), rank=rank, world_size=world_size
     )
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            stack.callback(FakeTensorMode.cache_clear)
+            _take_measures(stack)
+            FakeTensorMode.cache_clear()
+            yield
     finally:
         distributed.destroy_process_group()
+
+
+# [Note: measures] PyTorch takes fake tensors for a compiler at work and then does other things than
+# for a person. What makes this process behave like one rank of a running program is private to
+# PyTorch; other versions may need other measures. Tests compare with real groups.
+
+
+def _measures() -> Iterator[contextlib.AbstractContextManager[Any]]:
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import _sharding_prop
+
+    # Meshes compute with the numbers of their ranks, which fake tensors do not have.
+    yield mock.patch.object(DeviceMesh, "__init__", _outside_fake_mode(DeviceMesh.__init__))
+    # Distributed tensors learn shapes from fake ones of their own: those of the caller are kernels.
+    yield mock.patch.object(_sharding_prop, "detect_fake_mode", _no_fake_mode)
+    # They remember what they have learnt, and wait for a collective where its result is first used.
+    asked = collectives._are_we_tracing
+    for module in [m for n, m in sys.modules.items() if n.startswith("torch.distributed.")]:
+        if getattr(module, "_are_we_tracing", None) is asked:
+            yield mock.patch.object(module, "_are_we_tracing", _is_not_compiling)
+    yield mock.patch.object(collectives, "_maybe_wrap_tensor", collectives.AsyncCollectiveTensor)
+    # Waiting returns the very tensor; for a compiler it returns another.
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    yield mock.patch.dict(fake_impls.op_implementations_dict, {wait: _return_same})
+    # A transfer under way holds what it sends.
+    yield mock.patch.object(
+        distributed.ProcessGroup, "send", _holding(distributed.ProcessGroup.send)
+    )
+
+
+def _outside_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _no_fake_mode(*_: Any) -> None:
+    return None
+
+
+def _is_not_compiling() -> bool:
+    return False
+
+
+def _return_same(_: FakeTensorMode, __: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _holding(send: Callable[..., Any]) -> Callable[..., Any]:
+    """``ProcessGroup.send`` whose work keeps the tensors alive as long as it lives itself."""
+
+    def call(group: distributed.ProcessGroup, tensors: list[Any], *args: Any) -> Any:
+        work = send(group, tensors, *args)
+        weakref.finalize(work, tensors.clear)
+        return work
+
+    return call
+
+
+def _take_measures(stack: contextlib.ExitStack) -> None:
+    try:
+        for measure in _measures():
+            stack.enter_context(measure)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"parallel training: PyTorch {torch.__version__} is not made like those that teraio "
+            f"knows, 2.9 to 2.13 ({error})"
+        ) from error
 
 
 def _register_backend() -> None:
