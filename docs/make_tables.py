@@ -1,8 +1,8 @@
 """Rewrites the generated blocks of docs/*.md: tables' columns, commands' help texts, models.
 
-A block stands between ``<!-- table: module.Class -->``, ``<!-- help: command -->`` or ``<!-- models:
-module -->`` and ``<!-- end -->``. Run ``python docs/make_tables.py``; tests/cli/test_docs.py fails
-on stale blocks.
+A block stands between ``<!-- table: module.Class -->``, ``<!-- help: command -->`` or
+``<!-- models: module -->`` and ``<!-- end -->``. Run ``python docs/make_tables.py``;
+tests/cli/test_docs.py fails on stale blocks.
 """
 
 from __future__ import annotations

@@ -89,11 +89,11 @@ def attend(
 
 
 def automatic_kernel(attention: AttentionInputs) -> str:
-    """The kernel that PyTorch picks on CUDA: the first that can run these inputs, else PyTorch's
-    own fallback, ``sdpa-math``.
+    """The kernel that PyTorch picks on CUDA: the first that can run these inputs.
 
-    cuDNN comes first on Hopper and Blackwell (compute capability 9 and 10), flash elsewhere. The
-    GPU is that of this machine; where there is none, a Hopper with the cuDNN of torch 2.11.
+    If none can, ``sdpa-math``, PyTorch's own fallback. cuDNN comes first on Hopper and Blackwell
+    (compute capability 9 and 10), flash elsewhere. The GPU is that of this machine; where there is
+    none, a Hopper with the cuDNN of torch 2.11.
     """
     enabled = _enabled_kernels()
     for kernel in _FUSED:
@@ -102,8 +102,9 @@ def automatic_kernel(attention: AttentionInputs) -> str:
     return "sdpa-math"
 
 
-@torch.compiler.assume_constant_result  # The compiler cannot look into these switches.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _enabled_kernels() -> tuple[str, ...]:
+    """A constant to the compiler, which cannot look into these switches."""
     enabled = {
         "cudnn": switches.cudnn_sdp_enabled() and _prefers_cudnn(),
         "flash": switches.flash_sdp_enabled(),
