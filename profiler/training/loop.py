@@ -53,16 +53,20 @@ class Training:
 def build_training(setup: TrainingSetup, device: str | torch.device = "cpu") -> Training:
     """A freshly initialised model on ``device`` and the loop that trains it on random tokens.
 
-    Inside FakeTensorMode nothing is allocated. Raises InputError for what the model cannot do.
+    Inside FakeTensorMode nothing is allocated. Parallel training needs torch.distributed
+    initialised with the setup's ranks. Raises InputError for what the model cannot do.
     """
     device = torch.device(device)
-    model, run_micro_batches = _build_parallel(setup, device)
+    model, run_micro_batches = _build_rank(setup, device)
     return Training(setup, model, _build_optimizer(setup, model), run_micro_batches)
 
 
-def _build_parallel(
-    setup: TrainingSetup, device: torch.device
-) -> tuple[nn.Module, RunMicroBatches]:
+def _build_rank(setup: TrainingSetup, device: torch.device) -> tuple[nn.Module, RunMicroBatches]:
+    if setup.world_size > 1:
+        # It takes a second to import, and not every PyTorch has it.
+        from teraio.profiler.training.parallel import build_parallel
+
+        return build_parallel(setup, device)
     with device:
         model, make_batch = build_source(setup)
     return model, lambda count: accumulate_gradients(model, setup, device, count, make_batch)
