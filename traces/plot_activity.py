@@ -38,13 +38,13 @@ def plot_activity(
     live, active = (np.asarray(f(trace)) / whole * 100 for f in (live_bytes, active_bytes))
     drawing.tidy(axes)
     axes.set_yscale("log")
+    top = 3 * max(100.0, float(live.max(initial=0)))
+    axes.set(ylim=(_LEAST_PERCENT, top), xlim=(0, edges[-1] or 1))  # before what has only one y
     most = np.maximum.reduceat(live, first)
     add_steps(axes, most, edges, drawing.BLUE, linewidth=1.4, baseline=None, label="alive")
     _draw_active(axes, trace, active, first, edges)
     if capacity_bytes is not None:
         drawing.capacity_line(axes, 100, 1, "%")
-    top = 3 * max(100.0, float(live.max(initial=0)))
-    axes.set(xlim=(0, edges[-1] or 1), ylim=(_LEAST_PERCENT, top))
     shade_phases(axes, trace, first, edges)
     of_what = "GPU memory" if capacity_bytes else "peak live bytes"
     axes.set(xlabel=f"ideal time ({unit})", ylabel=f"share of {of_what} (%)")

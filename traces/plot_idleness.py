@@ -91,7 +91,7 @@ def _draw_frame(axes: Axes, longest_seconds: float, large: Idleness) -> None:
 
     low, high = LARGE_BYTES
     share = large.long_idle_storage_fraction
-    shown = "no storages" if share is None else f"{100 * share:.0f} % of storages"
+    shown = "none" if share is None else f"{100 * share:.0f} %"
     axes.add_patch(
         Rectangle(
             (low, LONG_SECONDS),

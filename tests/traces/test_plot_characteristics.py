@@ -73,6 +73,14 @@ def test_activity_without_capacity_is_in_percent_of_the_peak() -> None:
     assert not axes.lines
 
 
+@pytest.mark.parametrize("capacity_bytes", [4 * GB, 94 * GB, 10**15])
+def test_axes_span_a_hundredth_percent_to_above_the_peak(capacity_bytes: int) -> None:
+    axes = _trace().plot_activity(capacity_bytes)
+    assert axes.get_ylim() == (0.01, 300)
+    assert axes.get_xlim() == (0, pytest.approx(120))
+    assert _trace().plot_activity(GB).get_ylim()[1] == pytest.approx(660)
+
+
 def test_band_spans_the_kernels_that_share_a_column() -> None:
     """Ten kernels a column: the first holds the weight's kernel (50 %), and ones that use 4 B."""
     trace = _trace(10 * MAX_COLUMNS)
@@ -114,7 +122,7 @@ def test_idleness_has_units_marks_and_a_scale() -> None:
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     (frame,) = (p for p in axes.patches if isinstance(p, Rectangle))
     assert (frame.get_x(), frame.get_y(), frame.get_width()) == (10 * MB, 10e-3, 990 * MB)
-    assert _texts(axes) == ["100 % of storages of 10 MB to 1 GB are idle for 10 ms or more"]
+    assert _texts(axes) == ["100 % of 10 MB to 1 GB are idle for 10 ms or more"]
     assert axes.xaxis.get_major_formatter()(100 * MB, None) == "100 MB"
     assert axes.yaxis.get_major_formatter()(10e-3, None) == "10 ms"
 
