@@ -17,8 +17,9 @@ MATRIX_PRODUCTS = {
     "_grouped_mm",
     "convolution",
     "convolution_backward",
+    "inductor_compiled_code",
 }
-"""Base names of the operators that TF32 makes faster."""
+"""Base names of the operators that TF32 makes faster; compiled regions hold some of them."""
 
 IS_CAUSAL_POSITION = {
     "_scaled_dot_product_flash_attention": 4,

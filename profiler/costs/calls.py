@@ -12,14 +12,16 @@ A call's ``arguments`` are JSON, ``{"args": [...], "kwargs": {...}}``. In it
 - a float is ``{"float": value}``, with the value of the first occurrence, as text if not finite;
 - ``{"dtype": ...}``, ``{"layout": ...}``, ``{"memory_format": ...}``, ``{"device": ...}`` hold what
   torch calls them, without ``torch.``;
-- ``{"opaque": type}`` is anything else (process groups, graphs): such a call cannot be made again.
+- ``{"opaque": type}`` is anything else (process groups): such a call cannot be made again.
+
+Compiled regions bring their own description: see :mod:`teraio.profiler.costs.regions`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,13 @@ from teraio.profiler.costs.arguments import canonical_json
 from teraio.profiler.costs.work import Work, work_of
 from teraio.profiler.dispatch import KernelCall
 from teraio.traces.trace import Calls
+
+
+class DescribedCall(NamedTuple):
+    """What a compiled region says of itself, as its attribute ``described_call``."""
+
+    arguments: str
+    work: Work
 
 
 class CallBook:
@@ -42,6 +51,10 @@ class CallBook:
 
     def number(self, call: KernelCall, result: Any) -> int:
         """The row of this call in the table; ``result`` is what the operator has returned."""
+        if not call.operator.positions and call.args:
+            described = getattr(call.args[0], "described_call", None)
+            if described is not None:
+                return self._number_described(call, described)
         storages: dict[int, int] = {}
         key = (
             call.func,
@@ -53,6 +66,14 @@ class CallBook:
             number = self._numbers[key] = len(self._rows)
             text = describe_arguments(call.args, call.kwargs)
             self._rows.append((call.operator.name, text, work_of(call, result)))
+        return number
+
+    def _number_described(self, call: KernelCall, described: DescribedCall) -> int:
+        key = (call.func, described.arguments)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._rows)
+            self._rows.append((call.operator.name, *described))
         return number
 
     def table(self) -> Calls:
@@ -110,13 +131,14 @@ def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """A call's arguments as JSON in the form that this module tells."""
     storages: dict[int, int] = {}
     described = {
-        "args": [_describe(value, storages) for value in args],
-        "kwargs": {name: _describe(value, storages) for name, value in kwargs.items()},
+        "args": [describe_value(value, storages) for value in args],
+        "kwargs": {name: describe_value(value, storages) for name, value in kwargs.items()},
     }
     return canonical_json(described)
 
 
-def _describe(value: Any, storages: dict[int, int]) -> Any:
+def describe_value(value: Any, storages: dict[int, int]) -> Any:
+    """One argument in that form. ``storages`` numbers those met so far, by address."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, torch.Tensor):
@@ -124,7 +146,7 @@ def _describe(value: Any, storages: dict[int, int]) -> Any:
     if isinstance(value, float):
         return {"float": value if math.isfinite(value) else repr(value)}
     if isinstance(value, (list, tuple)):
-        return [_describe(item, storages) for item in value]
+        return [describe_value(item, storages) for item in value]
     for kind, describe in _DESCRIBED.items():
         if isinstance(value, kind):
             return describe(value)

@@ -19,6 +19,7 @@ from teraio.contracts.table import MISSING, IntArray
 from teraio.errors import InputError, OffloadWarning
 from teraio.profiler.costs.arguments import MATRIX_PRODUCTS, PRECISIONS, base_name
 from teraio.profiler.costs.measuring import Measured, Meter, make_meter, product_precision_of
+from teraio.profiler.costs.regions import REGION, make_region
 from teraio.profiler.costs.remaking import MadeCall, make_call
 from teraio.profiler.costs.sustained import HeavyCall, sustained_seconds
 from teraio.profiler.costs.timed_machine import describe_machine
@@ -120,7 +121,10 @@ class _Session:
         self._failures: dict[str, str] = {}
 
     def _make(self, row: int) -> MadeCall:
-        return make_call(str(self._calls.op[row]), str(self._calls.arguments[row]), self._device)
+        op, arguments = str(self._calls.op[row]), str(self._calls.arguments[row])
+        if op == REGION:
+            return make_region(arguments, self._device)
+        return make_call(op, arguments, self._device)
 
     def measure(self, row: int) -> Measured | None:
         """The times of one call, or None, with a reason kept for the warning."""

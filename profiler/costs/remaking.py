@@ -52,8 +52,50 @@ _POSITIVE = {"exp_avg_sqs", "max_exp_avg_sqs", "max_exp_avg_sq", "state_sums", "
 """Arguments whose roots are taken."""
 
 
+class TensorMaker:
+    """Makes the tensors of a described call; those that shared a storage share one again."""
+
+    def __init__(self, described: Any, device: str) -> None:
+        self._device = device
+        self._lengths = _storage_lengths(described)
+        self._storages: dict[int, torch.Tensor] = {}
+
+    def tensor(
+        self,
+        described: Sequence[Any],
+        limit: int | None = None,
+        *,
+        is_positive: bool = False,
+        is_one: bool = False,
+    ) -> torch.Tensor:
+        """The tensor of ``[dtype, shape, strides, storage]``; integers are below ``limit``."""
+        dtype_name, shape, strides, storage = described
+        dtype = getattr(torch, dtype_name)
+        flat = self._storages.get(storage)
+        if flat is None:
+            flat = self._data(self._lengths[storage], dtype, limit, is_one=is_one or not shape)
+            self._storages[storage] = flat = flat.abs_() if is_positive else flat
+        if flat.dtype != dtype:
+            flat = flat.view(dtype)
+        return flat.as_strided(shape, strides)
+
+    def _data(
+        self, length: int, dtype: torch.dtype, limit: int | None, *, is_one: bool
+    ) -> torch.Tensor:
+        device = self._device
+        if dtype.is_floating_point or dtype.is_complex:
+            if is_one:
+                return torch.ones(length, dtype=dtype, device=device)
+            return torch.randn(length, dtype=_drawable(dtype), device=device).to(dtype)
+        if dtype is torch.bool:
+            return torch.rand(length, device=device) < 0.5
+        if limit is None:
+            return torch.zeros(length, dtype=dtype, device=device)
+        return torch.randint(max(limit, 1), (length,), dtype=dtype, device=device)
+
+
 class _Maker:
-    """Decodes one call's arguments; tensors that shared a storage share one again."""
+    """Makes one call's arguments."""
 
     def __init__(self, op: str, func: Any, described: Any, device: str) -> None:
         self._op = op
@@ -65,8 +107,7 @@ class _Maker:
             **dict(zip(self._names, described["args"], strict=False)),
             **described["kwargs"],
         }
-        self._lengths = _storage_lengths(described)
-        self._storages: dict[int, torch.Tensor] = {}
+        self._tensors = TensorMaker(described, device)
 
     def make(self) -> MadeCall:
         args = tuple(
@@ -81,51 +122,43 @@ class _Maker:
     def _value(self, value: Any, name: str, position: int = 0) -> Any:
         if isinstance(value, list):
             return [self._value(item, name, index) for index, item in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        kind, content = next(iter(value.items()))
-        if kind == "tensor":
-            return self._tensor(content, name, position)
-        if kind == "float":
-            return float(content)
-        if kind == "device":
-            return torch.device(self._device)
-        if kind in {"dtype", "layout", "memory_format"}:
-            return getattr(torch, content)
-        if kind == "complex":
-            return complex(*content)
-        if content == "Generator":
-            return None
-        raise InputError(f"{self._op}: {name} is a {content}, which cannot be made again")
+        if isinstance(value, dict) and "tensor" in value:
+            return self._tensor(value["tensor"], name, position)
+        return plain_value(value, self._device, f"{self._op}: {name}")
 
     def _tensor(self, described: Sequence[Any], name: str, position: int) -> torch.Tensor:
-        dtype_name, shape, strides, storage = described
-        dtype = getattr(torch, dtype_name)
-        flat = self._storages.get(storage)
-        if flat is None:
-            limit = index_limit(base_name(self._op), name, position, self._by_name)
-            flat = self._data(self._lengths[storage], dtype, name, limit, is_scalar=not shape)
-            self._storages[storage] = flat
-        if flat.dtype != dtype:
-            flat = flat.view(dtype)
-        return flat.as_strided(shape, strides)
+        operator = base_name(self._op)
+        limit = index_limit(operator, name, position, self._by_name)
+        if operator == "_grouped_mm" and name == "offs" and limit is not None:
+            return _group_ends(described, limit, self._device)
+        return self._tensors.tensor(
+            described, limit, is_positive=name in _POSITIVE, is_one=name == "state_steps"
+        )
 
-    def _data(
-        self, length: int, dtype: torch.dtype, name: str, limit: int | None, *, is_scalar: bool
-    ) -> torch.Tensor:
-        device = self._device
-        if base_name(self._op) == "_grouped_mm" and name == "offs" and limit is not None:
-            return torch.linspace(limit / length, limit, length, device=device).to(dtype)
-        if dtype.is_floating_point or dtype.is_complex:
-            if is_scalar or name == "state_steps":
-                return torch.ones(length, dtype=dtype, device=device)
-            data = torch.randn(length, dtype=_drawable(dtype), device=device).to(dtype)
-            return data.abs_() if name in _POSITIVE else data
-        if dtype is torch.bool:
-            return torch.rand(length, device=device) < 0.5
-        if limit is None:
-            return torch.zeros(length, dtype=dtype, device=device)
-        return torch.randint(max(limit, 1), (length,), dtype=dtype, device=device)
+
+def plain_value(value: Any, device: str, where: str) -> Any:
+    """An argument that is no tensor. Raises InputError, named ``where``, for what is opaque."""
+    if isinstance(value, list):
+        return [plain_value(item, device, where) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, content = next(iter(value.items()))
+    if kind == "float":
+        return float(content)
+    if kind == "device":
+        return torch.device(device)
+    if kind in {"dtype", "layout", "memory_format"}:
+        return getattr(torch, content)
+    if content == "Generator":
+        return None
+    raise InputError(f"{where} is a {content}, which cannot be made again")
+
+
+def _group_ends(described: Sequence[Any], limit: int, device: str) -> torch.Tensor:
+    """Ends of groups of equal size, the last at ``limit``."""
+    dtype, (length,), *_ = described
+    ends = torch.linspace(limit / length, limit, length, device=device)
+    return ends.to(getattr(torch, dtype))
 
 
 def _drawable(dtype: torch.dtype) -> torch.dtype:

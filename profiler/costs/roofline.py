@@ -60,13 +60,18 @@ def roofline_seconds(calls: Calls, gpu: GpuSpec, precision: str) -> FloatArray:
         if is_causal(operator, arguments):
             flops /= 2
         memory_seconds = moved_bytes / (gpu.memory_rate * _memory_share(operator, arguments, gpu))
-        seconds[row] = max(flops / rate, memory_seconds) + gpu.launch_seconds
+        # The kernels of a compiled region follow one another.
+        is_region = base_name(operator) == "inductor_compiled_code"
+        combined = sum if is_region else max
+        seconds[row] = combined((flops / rate, memory_seconds)) + gpu.launch_seconds
     return seconds
 
 
 def _reached_flops(operator: str, text: str, arguments: Any, gpu: GpuSpec, precision: str) -> float:
     """FLOP/s that this operator's products reach."""
-    dtype = next((tensor[0] for tensor in tensors_of(arguments)), "float32")
+    dtypes = [tensor[0] for tensor in tensors_of(arguments)]
+    # A compiled region narrows its float32 inputs itself.
+    dtype = "bfloat16" if '"bfloat16"' in text else next(iter(dtypes), "float32")
     kind = product_precision(operator, text, precision) or _PRECISION_OF_DTYPE.get(dtype, "fp32")
     is_attention = base_name(operator) in IS_CAUSAL_POSITION
     shares = gpu.efficiencies.attention if is_attention else gpu.efficiencies.matrix

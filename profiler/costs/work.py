@@ -10,7 +10,7 @@ does not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,19 +91,24 @@ def work_of(call: KernelCall, result: Any) -> Work:
     if name in _NO_WORK:
         return Work(0, 0, 0)
     read_bytes, written_bytes = _moved_bytes(name, call, result)
-    return Work(_flops(name, call, result), read_bytes, written_bytes)
+    has_schema = bool(call.operator.positions)
+    flops = flops_of(name, call.func, call.args, call.kwargs, result) if has_schema else 0
+    return Work(flops, read_bytes, written_bytes)
 
 
-def _flops(name: str, call: KernelCall, result: Any) -> int:
+def flops_of(
+    name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    """FLOPs of an operator of this base name with these arguments; 0 if it is no product."""
     if name.startswith(_ATTENTION):
-        return _attention_flops(name, call.args)
+        return _attention_flops(name, args)
     if name in {"_grouped_mm", "_scaled_grouped_mm"}:
-        return _grouped_flops(call.args[0], call.args[1])
-    formula = flop_registry.get(getattr(call.func, "_overloadpacket", call.func))
-    if formula is None or call.operator.positions == {}:
+        return _grouped_flops(args[0], args[1])
+    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+    if formula is None:
         return 0
-    kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
-    return int(formula(*call.args, **kwargs, out_val=result))
+    named = {key: value for key, value in kwargs.items() if key != "out"}
+    return int(formula(*args, **named, out_val=result))
 
 
 def _attention_flops(name: str, args: Sequence[Any]) -> int:
@@ -156,6 +161,17 @@ def _moved_bytes(name: str, call: KernelCall, result: Any) -> tuple[int, int]:
     inputs = read.storages | written.storages
     for tensor in nested_tensors(result):
         if _address(tensor) not in inputs:
+            written.add(tensor)
+    return read.total_bytes(), written.total_bytes()
+
+
+def moved_bytes_of(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of all inputs, and of those outputs that are no inputs."""
+    read, written = _Extent(), _Extent()
+    for tensor in nested_tensors(list(inputs)):
+        read.add(tensor)
+    for tensor in nested_tensors(list(outputs)):
+        if _address(tensor) not in read.storages:
             written.add(tensor)
     return read.total_bytes(), written.total_bytes()
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
+from teraio.profiler.costs.regions import describe_region
 from teraio.profiler.fake.region_outputs import OutputLayout
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -31,7 +32,9 @@ class FakeRegion:
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
         self._boxed_call = True  # Tells callers to give a list. Wrappers copy no class attributes.
-        self._outputs = OutputLayout(inputs, _run_graph(graph, inputs))
+        outputs = _run_graph(graph, inputs)
+        self._outputs = OutputLayout(inputs, outputs)
+        self.described_call = describe_region(graph, inputs, outputs)
 
     def __call__(self, inputs: list[Any]) -> Any:
         return _run_region(self, inputs)
