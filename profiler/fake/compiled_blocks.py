@@ -74,9 +74,17 @@ def _naming_failures(
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise InputError(f"{name}: cannot be compiled as one region: {reason}") from error
+            raise InputError(
+                f"{name}: cannot be compiled as one region: {_reason(error)}"
+            ) from error
         finally:
             layers.compiles_virtual = before
 
     return forward
+
+
+def _reason(error: Exception) -> str:
+    """The first line that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    is_told = len(lines) == 1 or not lines[0].endswith("raised:")
+    return lines[0] if is_told else lines[1]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from teraio.profiler.fake.compiled_blocks import compile_blocks
 from teraio.profiler.models import model_config
 from teraio.profiler.training.model_sources import MakeBatch, build_source, run_model
 from teraio.profiler.training.setup import Precision, TrainingSetup
@@ -58,6 +59,8 @@ def build_training(setup: TrainingSetup, device: str | torch.device = "cpu") -> 
     """
     device = torch.device(device)
     model, run_micro_batches = _build_rank(setup, device)
+    if setup.compile_blocks:
+        compile_blocks(model)
     return Training(setup, model, _build_optimizer(setup, model), run_micro_batches)
 
 

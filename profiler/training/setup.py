@@ -59,6 +59,11 @@ class TrainingSetup:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise InputError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        if self.compile_blocks and self.tensor_parallel > 1:
+            raise InputError(
+                "compile_blocks: compiled blocks of tensor-parallel ranks would hide their "
+                "collectives; leave one of the two out"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm: must be positive, got {self.clip_norm}")
 
