@@ -129,7 +129,10 @@ class Search:
         )
 
     def candidates(self) -> list[tuple[int, int]]:
-        """Starts and lengths of periods whose kernels equal those of the next, earliest first."""
+        """Starts and lengths of periods whose kernels equal those of the next, latest first.
+
+        The latest, because what the first micro-batches lack (a predecessor) is there by then.
+        """
         starts = self._block_starts()
         lengths = {
             int(after - before)
@@ -144,7 +147,16 @@ class Search:
                 last = end - length
                 inside = {start for start in boundaries if begin <= start <= last}
                 found |= {(start, length) for start in inside | {begin, last} if last >= begin}
-        return sorted(found)
+        return sorted((p for p in found if self._has_all_phases(*p)), reverse=True)
+
+    def _has_all_phases(self, start: int, length: int) -> bool:
+        """Whether it has every phase of a micro-batch: not the forward passes of a warm-up alone.
+        """
+        kernels = self.trace.kernels
+        labelled = kernels.micro_batch != MISSING
+        inside = slice(start, start + length)
+        phases = set(kernels.phase[labelled].tolist())
+        return phases == set(kernels.phase[inside][labelled[inside]].tolist())
 
     def _block_starts(self) -> dict[str, list[int]]:
         """First kernel of each micro-batch's forward, and backward; and of what precedes it."""

@@ -28,8 +28,9 @@ class Period:
 
     ``template`` int64 (S,): row of the first period's member of a storage's series, MISSING outside
     any; ``turn`` int64 (S,): number of the member. ``first`` and ``second`` int64 (members,): rows
-    of the members of the two periods. ``reach`` int64 (S,), by row of the first period: how many
-    periods after its own a member is last accessed or freed. ``accessed`` int64: row of the first
+    of the members of the two periods. ``used_until`` and ``freed_after`` int64 (S,), by row of the
+    first period: how many periods after its own a member is last accessed or freed; and is freed,
+    MISSING if no period frees any. ``accessed`` int64: row of the first
     period in the place of each access of the second. ``freed``, ``freed_next`` int64: rows that the
     two periods free, but for the ends of their series.
     """
@@ -41,7 +42,8 @@ class Period:
     turn: IntArray
     first: IntArray
     second: IntArray
-    reach: IntArray
+    used_until: IntArray
+    freed_after: IntArray
     accessed: IntArray
     freed: IntArray
     freed_next: IntArray
@@ -93,8 +95,8 @@ class _Matching:
         count = len(search.trace.storages)
         self._template = np.full(count, MISSING)
         self._turn = np.zeros(count, dtype=np.int64)
-        self._reach = np.zeros(count, dtype=np.int64)
-        self._is_freed_inside = np.zeros(count, dtype=bool)
+        self._used_until = np.zeros(count, dtype=np.int64)
+        self._freed_after = np.full(count, MISSING)
 
     def period(self) -> Period:
         """All checks in turn. Raises _UnequalError at the first that fails."""
@@ -113,7 +115,8 @@ class _Matching:
             turn=self._turn,
             first=first,
             second=second,
-            reach=self._reach,
+            used_until=np.maximum(self._used_until, self._freed_after),
+            freed_after=self._freed_after,
             accessed=rows,
             freed=freed,
             freed_next=freed_next,
@@ -223,10 +226,8 @@ class _Matching:
         is_of_period = known & (self._turn[rows] >= 0)
         is_same = (rows == next_rows) & ~is_of_period
         self._refuse_accesses(~(is_next | is_same), "it touches storages of another origin")
-        self._extend_reach(rows[is_next])
-
-    def _extend_reach(self, rows: IntArray) -> None:
-        np.maximum.at(self._reach, self._template[rows], -self._turn[rows])
+        used = rows[is_next]
+        np.maximum.at(self._used_until, self._template[used], -self._turn[used])
 
     # Deaths
 
@@ -245,8 +246,7 @@ class _Matching:
         other = np.append(death[first[is_left]] + self._length, death[left_next[is_inside]])
         if len(other):
             raise _UnequalError(int(other.min()), "other storages are freed")
-        self._is_freed_inside[self._template[first]] = True
-        self._extend_reach(first)
+        self._freed_after[self._template[first]] = -self._turn[first]
         return first, second[~is_left_next]
 
     def _unequal_deaths(self, first: IntArray, second: IntArray) -> tuple[BoolArray, BoolArray]:
@@ -277,7 +277,7 @@ class _Matching:
     def _check_kept(self, first: IntArray, second: IntArray) -> None:
         """What neither period frees must live until the same moment, however many there are."""
         death, is_full = self._trace.storages.death, self._search.lives_full_cycle
-        is_kept = ~self._is_freed_inside[first] & (self._reach[first] < 2)
+        is_kept = self._freed_after[first] == MISSING
         is_other = (is_full[first] != is_full[second]) | (
             ~is_full[first] & (death[first] != death[second])
         )

@@ -11,7 +11,7 @@ ADVICE = "trace more micro-batches, or directly as many as wanted"
 
 
 def find_period(trace: Trace) -> Period:
-    """The earliest two equal periods. Raises InputError that names the first difference."""
+    """The last two equal periods. Raises InputError that names the first difference."""
     search = Search(trace)
     furthest: Difference | None = None
     for start, length in search.candidates():

@@ -199,8 +199,12 @@ class _Unrolling:
         outside = np.flatnonzero(is_outside)
         wraps = old.death[outside] < old.birth[outside]
         is_later = wraps | (old.death[outside] >= period.end)
-        free(self._last_members(outside, is_later), self._moved(old.death[outside]))
-        kept = outside[is_later & self._is_kept(outside)]
+        free(
+            self._last_members(outside, is_later, period.freed_after),
+            self._moved(old.death[outside]),
+        )
+        is_of_first = period.template[outside] == outside
+        kept = outside[is_of_first & (period.freed_after[outside] == MISSING)]
         for turn in range(1, self._copies + 1):
             free(self._member(kept, turn), self._moved(old.death[kept]))
         full = np.flatnonzero(is_full[self._source])
@@ -244,29 +248,19 @@ class _Unrolling:
         result: IntArray = known[order][at]
         return result
 
-    def _is_kept(self, rows: IntArray) -> BoolArray:
-        """Whether a storage is the first period's of a series that nothing frees or follows up."""
-        period = self._period
-        in_first = (period.template[rows] == rows) & (period.turn[rows] == 0)
-        result: BoolArray = in_first & ~self._is_followed(rows)
-        return result
+    def _is_among_last(self, rows: IntArray, until: IntArray) -> BoolArray:
+        """Whether a row is met after the second period as the n-th last of its series.
 
-    def _is_followed(self, rows: IntArray) -> BoolArray:
-        """Whether what comes after the second period means these as the n-th last of a series."""
-        period = self._period
-        template, turn = period.template[rows], period.turn[rows]
-        result: BoolArray = (
-            (template != MISSING) & (turn <= 0) & (turn >= 2 - period.reach[template])
-        )
-        return result
-
-    def _last_members(self, rows: IntArray, is_later: BoolArray) -> IntArray:
-        """Numbers that kernels outside both periods mean by old rows.
-
-        ``is_later``: seen from after the second period, which the n-th last of a series is.
+        ``until``, by row of the first period: how many periods later its members are met.
         """
+        template, turn = self._period.template[rows], self._period.turn[rows]
+        result: BoolArray = (template != MISSING) & (turn <= 0) & (turn + until[template] >= 2)
+        return result
+
+    def _last_members(self, rows: IntArray, is_later: BoolArray, until: IntArray) -> IntArray:
+        """Numbers that old rows stand for outside both periods: ``is_later``, after the second."""
         numbers = rows.copy()
-        moves = is_later & self._is_followed(rows)
+        moves = is_later & self._is_among_last(rows, until)
         numbers[moves] = self._member(rows[moves], self._copies)
         return numbers
 
@@ -303,14 +297,15 @@ class _Unrolling:
         rows, kernel = old.storage[accesses], old.kernel[accesses]
         birth = self._trace.storages.birth[rows]
         is_later = (kernel >= period.second_end) | (birth > kernel)
-        bad = np.flatnonzero(is_later & self._is_kept(rows))
+        is_of_first = (period.template[rows] == rows) & is_later
+        bad = np.flatnonzero(is_of_first & ~self._is_among_last(rows, period.used_until))
         if len(bad):
             place = describe_kernel(self._trace, int(kernel[bad[0]]))
             raise InputError(
                 f"unroll: {place} uses one storage of every micro-batch, so that it depends on "
                 "their number; trace directly as many micro-batches as wanted"
             )
-        return self._last_members(rows, is_later)
+        return self._last_members(rows, is_later, period.used_until)
 
 
 def _sections(storages: Storages) -> IntArray:
