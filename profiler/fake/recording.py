@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from teraio.profiler.fake.fake_mode import KNOWN_DIFFERENCES, fake_tensors
@@ -34,16 +34,20 @@ def record(
     code that asks for the value of a tensor is told 1, and the trace says where. Raises InputError,
     which names operator and module, for what fake tensors cannot do.
     """
-    micro_batches = micro_batches or setup.micro_batches
     # One's own function is imported here: what a module makes on import must be real.
     source = resolve_model(setup.model)
-    setup = replace(setup, model=source)
+    setup = replace(setup, model=source, micro_batches=micro_batches or setup.micro_batches)
     is_own = isinstance(source, OwnModel)
     refusals = Refusals(
         assume_scalars=assume_scalars,
         unread_values_in=source.unread_values_in if is_own else frozenset(),
     )
-    with refusals.explained(), fake_tensors(), source.tracing() if is_own else nullcontext():
+    with (
+        refusals.explained(),
+        fake_tensors(),
+        _fake_ranks(setup),
+        source.tracing() if is_own else nullcontext(),
+    ):
         if progress is not None:
             progress("building the model")
         with BuildingMode(refusals):
@@ -53,15 +57,24 @@ def record(
         recorder.names.add_model(training.model)
         recorder.names.add_optimizer(training.optimizer)
         with recorder, GpuOperators(setup.attention) if is_own else nullcontext():
-            _run_iterations(training, micro_batches)
+            _run_iterations(training)
         return _finish(recorder, setup, refusals)
 
 
-def _run_iterations(training: Training, micro_batches: int) -> None:
+def _fake_ranks(setup: TrainingSetup) -> AbstractContextManager[None]:
+    """The other ranks of parallel training, where there are any."""
+    if setup.world_size == 1:
+        return nullcontext()
+    from teraio.profiler.training.fake_group import fake_process_group
+
+    return fake_process_group(setup.rank, setup.world_size)
+
+
+def _run_iterations(training: Training) -> None:
     # The first creates the optimizer's state; lifetimes that reach over the cut need two more.
-    training.run_iteration(min(micro_batches, training.setup.stages))
+    training.run_iteration(min(training.setup.micro_batches, training.setup.stages))
     for _ in range(2):
-        training.run_iteration(micro_batches)
+        training.run_iteration()
 
 
 def _finish(recorder: FakeRecorder, setup: TrainingSetup, refusals: Refusals) -> Trace:

@@ -1,0 +1,104 @@
+"""Issuing the moves of a schedule at the boundaries between kernels (DESIGN: Semantics)."""
+
+from __future__ import annotations
+
+from teraio.executor.binding import Binding
+from teraio.executor.holding import Holding
+from teraio.executor.residency import Residency
+from teraio.executor.schedule import PlannedMove, Schedule
+from teraio.executor.tiers import Slot
+
+
+class PlannedMoves:
+    """Frees and prefetches before kernels, offloads after them; what must wait is tried again.
+
+    ``num_found`` counts offloads whose storage was there.
+    """
+
+    def __init__(self, schedule: Schedule, residency: Residency, binding: Binding) -> None:
+        self.schedule = schedule
+        self.num_found = 0
+        self.has_late_prefetches = False
+        self._residency = residency
+        self._binding = binding
+        self._late_prefetches: list[Holding] = []
+        self._late_offloads: list[PlannedMove] = []
+
+    def issue_late_offloads(self) -> None:
+        """Who held their places died after the kernel: the user's reference outlived it."""
+        if self._late_offloads:
+            late, self._late_offloads = self._late_offloads, []
+            for move in late:
+                holding = self._binding.holding(move.storage)
+                if holding is not None:
+                    self._offload(move, holding)
+
+    def before_kernel(self, kernel: int) -> None:
+        """Frees, then prefetches."""
+        schedule, residency = self.schedule, self._residency
+        for move in schedule.frees_before[kernel]:
+            holding = self._binding.holding(move.storage)
+            if holding is not None:
+                residency.release(holding)
+        prefetches = schedule.prefetches_before[kernel]
+        reserved_bytes = schedule.need_bytes[kernel] if prefetches else 0
+        for move in prefetches:
+            holding = self._binding.holding(move.storage)
+            if holding is not None and not residency.prefetch(holding, reserved_bytes):
+                self._late_prefetches.append(holding)
+                self.has_late_prefetches = True
+
+    def before_view(self, holding: Holding) -> None:
+        """Beside a view nothing is created yet, so its prefetch may fit already."""
+        if holding in self._late_prefetches and self._residency.prefetch(holding, 0):
+            self._late_prefetches.remove(holding)
+
+    def retry_prefetches(self) -> None:
+        """What found no room at a view may find it at the kernel: storages die in between."""
+        late, self._late_prefetches = self._late_prefetches, []
+        self.has_late_prefetches = False
+        residency = self._residency
+        residency.bury()
+        reserved_bytes = self.schedule.need_bytes[residency.kernel]
+        for holding in late:
+            if not residency.prefetch(holding, reserved_bytes):
+                residency.traffic.dropped_prefetches += 1
+
+    def after_kernel(self, kernel: int) -> None:
+        """Offloads."""
+        for move in self.schedule.offloads_after[kernel]:
+            holding = self._binding.holding(move.storage)
+            if holding is not None:
+                self.num_found += 1
+                if not self._offload(move, holding):
+                    self._late_offloads.append(move)
+
+    def end_iteration(self, *, is_on_plan: bool) -> int:
+        """Give up what is late, offloads too unless all went by the plan; offloads found."""
+        self._late_prefetches.clear()
+        self.has_late_prefetches = False
+        if not is_on_plan:
+            self._late_offloads.clear()
+        found, self.num_found = self.num_found, 0
+        return found
+
+    def _offload(self, move: PlannedMove, holding: Holding) -> bool:
+        """Start a planned write; False if another storage's only copy lies in its place."""
+        if not holding.is_resident:
+            return True
+        slot = holding.slot
+        lies_there = (
+            slot is not None
+            and slot.store.name == move.device
+            and slot.offset_bytes == move.offset_bytes
+        )
+        if not move.writes and lies_there:
+            return True
+        residency = self._residency
+        target = Slot(
+            residency.tiers.stores[move.device], move.offset_bytes, move.nbytes, is_overflow=False
+        )
+        if not residency.can_take(target, holding):
+            return False
+        residency.offload(holding, target)
+        return True
