@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="When the run leaves its trace: fetch what is missing on demand, or stop.",
 )
+@click.option("--device", help="cpu or cuda: whose memory is planned [default: the plan's].")
 @timeline_option
 @click.argument("plan", metavar="PLAN", type=INPUT_PATH)
 @click.argument("script", metavar="SCRIPT", type=INPUT_PATH)
@@ -55,6 +56,7 @@ def run(
     host_memory: int | None,
     ssd_path: Path | None,
     on_drift: str,
+    device: str | None,
     timeline: Path | None,
 ) -> Result:
     """Run a training script under a plan, as "python SCRIPT ARGS" would otherwise.
@@ -74,6 +76,7 @@ def run(
         host_memory=host_memory,
         ssd_path=ssd_path,
         on_drift=on_drift,
+        device=device,
     )
     write_timeline(report.timeline, timeline)
     data = {
@@ -81,6 +84,9 @@ def run(
         "measured_seconds": report.measured_seconds if report.steps else None,
         "predicted_seconds": loaded.predicted_seconds,
         "peak_bytes": report.peak_bytes,
+        "moves_planned": report.moves_planned,
+        "moves_found": report.moves_found,
+        "substituted_kernels": report.substituted_kernels,
         "drift": report.drift,
         "first_drift": report.first_drift,
         "demand_fetches": report.demand_fetches,
@@ -97,10 +103,18 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
         ("measured iteration, median", duration(report.measured_seconds if report.steps else None)),
         ("predicted iteration", duration(plan.predicted_seconds)),
         ("peak on the GPU", f"{size(report.peak_bytes)} of {size(report.budget_bytes)}"),
-        ("kernels off the trace (drift)", f"{report.drift:,} of {kernels:,}"),
+        ("moves that found their storage", _of(report.moves_found, report.moves_planned)),
+        ("other kernels than in the trace", _of(report.substituted_kernels, len(plan.kernels))),
+        ("kernels off the trace (drift)", _of(report.drift, kernels)),
         ("demand fetches", f"{report.demand_fetches:,} ({size(report.demand_fetch_bytes)})"),
         ("evictions", f"{report.evictions:,} ({size(report.eviction_bytes)})"),
     ]
+    if report.first_substituted:
+        rows.append(("first of the others", report.first_substituted))
     if report.first_drift:
         rows.append(("first off the trace", report.first_drift))
     console.print(facts(title, rows))
+
+
+def _of(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,8 @@ class Binding:
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         self._schedule = schedule
         self._placement = placement
-        self._holding_of_row: list[Holding | None] = [None] * len(schedule.uses)
+        self._num_planned = len(schedule.uses)
+        self._holding_of_row: list[Holding | None] = [None] * self._num_planned
 
     @property
     def holding_of_row(self) -> Sequence[Holding | None]:
@@ -42,6 +43,24 @@ class Binding:
             self._holding_of_row[holding.row] = None
         holding.row = row
         self._holding_of_row[row] = holding
+
+    def follow(
+        self, schedule: Schedule, placement: Placement, row_of: Mapping[StorageState, int]
+    ) -> None:
+        """Use another schedule for the same plan; ``row_of``: rows of storages that live.
+
+        The plan's own rows keep their numbers, further ones are new.
+        """
+        first_new = self._num_planned
+        for holding in self._holding_of_row[first_new:]:
+            if holding is not None and holding.row >= first_new:
+                holding.row = -1
+        self._holding_of_row[first_new:] = [None] * (len(schedule.uses) - first_new)
+        self._schedule, self._placement = schedule, placement
+        for state, row in row_of.items():
+            holding = state.attachment
+            if holding is not None and not holding.is_dead:
+                self.bind(holding, row)
 
     def bind_names(
         self, names: NameBook, registry: StorageRegistry, adopt: Callable[[StorageState], Holding]

@@ -18,13 +18,11 @@ from teraio.errors import InputError, OffloadWarning
 from teraio.executor.compiled_regions import CompiledRegionGuard
 from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.mode import ExecutorMode
-from teraio.executor.placement import Placement
 from teraio.executor.read_guard import ReadGuard
 from teraio.executor.report import RunReport as RunReport
 from teraio.executor.report import make_report
 from teraio.executor.residency import Residency
 from teraio.executor.run_handle import RunHandle
-from teraio.executor.schedule import prepare_schedule
 from teraio.executor.thread_guard import ForkGuard, ThreadGuard
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.profiler.allocator_settings import exact_blocks
@@ -59,6 +57,7 @@ class Execution:
         host_memory: int | str | None,
         ssd_path: str | Path | None,
         on_drift: str,
+        device: str | torch.device | None,
     ) -> None:
         if on_drift not in ON_DRIFT:
             raise InputError(f"on_drift: must be one of {ON_DRIFT}, got {on_drift!r}")
@@ -69,7 +68,7 @@ class Execution:
         self._host_bytes = _budget(host_memory, metadata.host_memory_bytes, "host_memory")
         self._ssd_path = ssd_path
         self._stops_on_drift = on_drift == "stop"
-        self._device_type = _device_type(plan, models)
+        self._device_type = _device_type(plan, models, device)
         self._stack = ExitStack()
         self._mode: ExecutorMode | None = None
         self._report: RunReport | None = None
@@ -169,14 +168,10 @@ class Execution:
         )
 
     def _make_mode(self, residency: Residency) -> ExecutorMode:
-        metadata = self.plan.metadata
         mode = ExecutorMode(
-            prepare_schedule(self.plan),
+            self.plan,
             residency,
-            Placement(self.plan),
             device_type=self._device_type,
-            optimizer_steps=max(metadata.optimizer_steps, 1),
-            bucket_bytes=metadata.bucket_bytes,
             stops_on_drift=self._stops_on_drift,
         )
         for model in self._models:
@@ -190,7 +185,8 @@ class Execution:
             raise RuntimeError("the run has not begun: enter the `with teraio.execute(...)` block")
         return make_report(
             self._mode.log,
-            self.plan.metadata,
+            self.plan,
+            self._mode.adaptation.landing,
             budget_bytes=self.budget_bytes,
             peak_bytes=self._mode.residency.peak_bytes,
         )
@@ -205,12 +201,15 @@ def execute(
     host_memory: int | str | None = None,
     ssd_path: str | Path | None = None,
     on_drift: str = "fetch",
+    device: str | torch.device | None = None,
 ) -> Execution:
     """Execute a plan in the training loop inside the ``with`` block; results stay bit-identical.
 
     Budgets default to the plan's, ``ssd_path`` to the plan's hardware, then a temporary folder.
     ``on_drift``: ``fetch`` goes on and fetches on demand, ``stop`` raises DriftError. Without
-    ``model`` and ``optimizer`` both are noticed as they run. Raises InputError for an invalid plan.
+    ``model`` and ``optimizer`` both are noticed as they run. ``device`` is the one whose memory is
+    planned: the model's, else the plan's. Raises InputError for an invalid plan, and for one of a
+    GPU where there is none.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     return Execution(
@@ -221,6 +220,7 @@ def execute(
         host_memory=host_memory,
         ssd_path=ssd_path,
         on_drift=on_drift,
+        device=device,
     )
 
 
@@ -233,6 +233,7 @@ def run_script(
     host_memory: int | str | None = None,
     ssd_path: str | Path | None = None,
     on_drift: str = "fetch",
+    device: str | torch.device | None = None,
 ) -> RunReport:
     """Run an unmodified training script under a plan; options as for :func:`execute`.
 
@@ -244,6 +245,7 @@ def run_script(
         host_memory=host_memory,
         ssd_path=ssd_path,
         on_drift=on_drift,
+        device=device,
     )
     with execution:
         run_training_script(script, arguments)
@@ -290,8 +292,18 @@ def _as_list(value: Any, kind: type) -> list[Any]:
     return items
 
 
-def _device_type(plan: Plan, models: Sequence[torch.nn.Module]) -> str:
+def _device_type(
+    plan: Plan, models: Sequence[torch.nn.Module], device: str | torch.device | None
+) -> str:
+    if device is not None:
+        return torch.device(device).type
     for model in models:
         for parameter in model.parameters():
             return parameter.device.type
-    return torch.device(plan.metadata.device or "cpu").type
+    planned = torch.device(plan.metadata.device or "cpu").type
+    if planned == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "device: the plan is for a GPU, and there is none here; to execute it on the CPU, say "
+            "so: device='cpu' (--device cpu)"
+        )
+    return planned

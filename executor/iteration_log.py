@@ -28,6 +28,7 @@ class IterationRecord:
     is_warm_up: bool = False
     drift: int = 0
     first_drift: str = ""
+    moves_found: int = 0
     peak_bytes: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     earlier_transfers: list[TransferRecord] = field(default_factory=list)
@@ -102,6 +103,12 @@ class IterationLog:
     def seconds(self) -> list[float]:
         """Length of every complete iteration, warm-up included."""
         return [*self._older_seconds, *(r.seconds for r in self.recent)]
+
+    @property
+    def newest_steady(self) -> IterationRecord | None:
+        """The newest that went by the plan, else the newest after the warm-up."""
+        warm = [r for r in self.recent if not r.is_warm_up]
+        return next((r for r in reversed(warm) if r.is_on_plan), warm[-1] if warm else None)
 
     def steady_seconds(self) -> list[float]:
         """Of those that speak for the run: on plan if any are, else all after the warm-up."""

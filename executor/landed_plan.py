@@ -140,8 +140,8 @@ def _moves(plan: Plan, places: _Places, rows: _Rows) -> Moves:
             kept.append(number)
             placed.append(place)
     table = np.array(placed, dtype=np.int64).reshape(-1, len(UnrolledMoves._fields))
-    landed = {name: table[:, index] for index, name in enumerate(UnrolledMoves._fields)}
-    return replace(moves.take(np.array(kept, dtype=np.int64)), **landed)
+    landed = UnrolledMoves(*table.T)
+    return replace(moves.take(np.array(kept, dtype=np.int64)), **landed._asdict())
 
 
 def _place_of_move(

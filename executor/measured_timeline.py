@@ -23,10 +23,13 @@ def build_timeline(
     ideal_seconds: float,
     gap_seconds: float,
     capacity_bytes: int,
+    num_storages: int,
 ) -> Timeline:
     """Events and account of the median iteration among the newest that went by the plan.
 
-    ``gap_seconds``: idle time per iteration that the trace has too. On a GPU kernels have no times
+    ``gap_seconds``: idle time per iteration that the trace has too. ``num_storages``: rows of the
+    plan; what only the run has is no storage of the timeline. Kernels are numbered as the run has
+    them. On a GPU kernels have no times
     of their own here: the account then holds the iteration only, as gap.
     """
     records = [r for r in log.recent if not r.is_warm_up] or list(log.recent)
@@ -50,10 +53,12 @@ def build_timeline(
         cold_start_seconds=log.cold_start_seconds,
         **_account(record, gap_seconds if record.kernels else math.inf),
     )
-    return Timeline(events=Events.from_rows(list(_rows(record, rank))), metadata=metadata)
+    return Timeline(
+        events=Events.from_rows(list(_rows(record, rank, num_storages))), metadata=metadata
+    )
 
 
-def _rows(record: IterationRecord, rank: int) -> Iterable[tuple[Any, ...]]:
+def _rows(record: IterationRecord, rank: int, num_storages: int) -> Iterable[tuple[Any, ...]]:
     origin = record.start_seconds
     for kernel, start, end in record.kernels:
         yield 0, rank, "kernel", kernel, None, None, start - origin, end - origin, 0, None
@@ -63,11 +68,11 @@ def _rows(record: IterationRecord, rank: int) -> Iterable[tuple[Any, ...]]:
         if np.isfinite(t.transfer.end_seconds):
             channel = channel_name(t.device, is_write=t.transfer.is_write)
             start, end = t.transfer.start_seconds - origin, t.transfer.end_seconds - origin
-            row = t.row if t.row >= 0 else None
+            row = t.row if 0 <= t.row < num_storages else None
             nbytes = t.transfer.nbytes
             yield 0, rank, "transfer", t.kernel, row, channel, start, end, nbytes, t.cause
     for w in record.traffic.waits:
-        row = w.row if w.row >= 0 else None
+        row = w.row if 0 <= w.row < num_storages else None
         start, end = w.start_seconds - origin, w.end_seconds - origin
         yield 0, rank, "stall", w.kernel, row, None, start, end, 0, w.cause
 

@@ -5,7 +5,8 @@ resident; what the plan got wrong is fetched on demand. The plan only decides wh
 what comes back ahead of need. Three states: *cold* until the first iteration boundary at which the
 plan's storages exist; *following* while kernels match the plan, a few extra ones among them aside;
 *adrift* after too many did not, until the stream of kernels is recognised again or the iteration
-ends.
+ends. Where a run has other kernels than the plan in every iteration, the plan is rewritten in the
+run's own (:mod:`landing`), and followed as if it had been made so.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from typing import Any
 
 import torch
 
+from teraio.contracts.plan import Plan
 from teraio.errors import DriftError
+from teraio.executor.adaptation import Adaptation
 from teraio.executor.binding import Binding
 from teraio.executor.eviction_order import least_recently_used
 from teraio.executor.holding import Holding
 from teraio.executor.iteration_log import IterationLog
+from teraio.executor.landing import Landing
 from teraio.executor.output_sizes import OutputSizes
 from teraio.executor.placement import Placement
 from teraio.executor.plan_position import PlanPosition, RunState
+from teraio.executor.planned_moves import PlannedMoves
 from teraio.executor.residency import Residency
-from teraio.executor.schedule import PlannedMove, Schedule
-from teraio.executor.tiers import Slot
+from teraio.executor.schedule import prepare_schedule
 from teraio.profiler.dispatch import WRITE, KernelCall, KernelMode
 from teraio.profiler.operators import Operator
 from teraio.profiler.storages import StorageState
 
 
 class ExecutorMode(KernelMode):
-    """Executes a prepared schedule over a residency; see the module's docstring.
+    """Executes a plan whose structure was checked over a residency; see the module's docstring.
 
     ``lock`` is held from the moment at which a kernel's storages are made resident until it has
     run, so that other threads (saves, :mod:`thread_guard`) see and move storages between kernels.
@@ -44,13 +48,10 @@ class ExecutorMode(KernelMode):
 
     def __init__(
         self,
-        schedule: Schedule,
+        plan: Plan,
         residency: Residency,
-        placement: Placement,
         *,
         device_type: str,
-        optimizer_steps: int,
-        bucket_bytes: int,
         stops_on_drift: bool = False,
     ) -> None:
         self.residency = residency
@@ -58,19 +59,21 @@ class ExecutorMode(KernelMode):
         self.is_running = False
         self.interrupt: Callable[[], None] | None = None
         super().__init__(
-            device_type=device_type, optimizer_steps=optimizer_steps, bucket_bytes=bucket_bytes
+            device_type=device_type,
+            optimizer_steps=max(plan.metadata.optimizer_steps, 1),
+            bucket_bytes=plan.metadata.bucket_bytes,
         )
-        self.schedule = schedule
-        self.placement = placement
-        self.position = PlanPosition(schedule)
+        self.schedule = prepare_schedule(plan)
+        self.placement = Placement(plan)
+        self.position = PlanPosition(self.schedule)
+        self.adaptation = Adaptation(plan)
         self.log = IterationLog(device_type)
-        self._sizes = OutputSizes(placement.rounding_bytes)
+        self._sizes = OutputSizes(plan.metadata.allocator_rounding_bytes)
         self._stops_on_drift = stops_on_drift
-        self._binding = Binding(schedule, placement)
+        self._binding = Binding(self.schedule, self.placement)
+        self._moves = PlannedMoves(self.schedule, residency, self._binding)
         self._thread = threading.get_ident()
         self._has_begun = False
-        self._late_prefetches: list[Holding] = []
-        self._late_offloads: list[PlannedMove] = []
         self._clock = 0
         residency.victim_key = least_recently_used
 
@@ -101,15 +104,14 @@ class ExecutorMode(KernelMode):
     def on_view(self, state: StorageState) -> None:
         self._begin_kernel()
         holding = self._holding(state)
-        # Beside a view nothing is created yet, so its prefetch may fit already.
-        if holding in self._late_prefetches and self.residency.prefetch(holding, 0):
-            self._late_prefetches.remove(holding)
+        if self._moves.has_late_prefetches:
+            self._moves.before_view(holding)
         self.residency.require((holding,))
 
     def before_kernel(self, call: KernelCall) -> None:
         self._begin_kernel()
-        if self._late_prefetches:
-            self._retry_prefetches()
+        if self._moves.has_late_prefetches:
+            self._moves.retry_prefetches()
         self._compare_with_plan(call)
         self._clock += 1
         holdings = [state.attachment or self.residency.adopt(state) for state in call.flags]
@@ -156,10 +158,10 @@ class ExecutorMode(KernelMode):
         residency.note_peak(self.placement.workspace_bytes[kernel] if is_planned else 0)
         self.log.memory(residency.used_bytes)
         if is_planned:
-            for move in self.schedule.offloads_after[kernel]:
-                if not self._offload(move):
-                    self._late_offloads.append(move)
-        self.position.end_kernel()
+            self._moves.after_kernel(kernel)
+        if self.adaptation.may_learn:
+            self.adaptation.note(call, in_optimizer=self.in_optimizer)
+        position.end_kernel()
         self._has_begun = False
 
     def on_death(self, state: StorageState) -> None:
@@ -171,23 +173,43 @@ class ExecutorMode(KernelMode):
         self.deliver_interrupt()
 
     def _close_iteration(self) -> None:
-        self.residency.bury()
-        is_clean = (
-            self.position.state is RunState.FOLLOWING
-            and self._planned_kernel == self.schedule.num_kernels
-        )
-        if self.position.state is RunState.FOLLOWING and not is_clean:
-            self.log.drift(self.kernel, "the iteration ended early")
-        self.log.end_iteration(self.residency, is_warm_up=self.position.state is RunState.COLD)
+        residency, log, state = self.residency, self.log, self.position.state
+        residency.bury()
+        is_clean = state is RunState.FOLLOWING and self._planned_kernel == self.schedule.num_kernels
+        if state is RunState.FOLLOWING and not is_clean:
+            log.drift(self.kernel, "the iteration ended early")
+        log.end_iteration(residency, is_warm_up=state is RunState.COLD)
         self.position.begin_iteration()
         self._has_begun = False
-        self._late_prefetches.clear()
-        if not self.log.last.traffic.evictions:
-            self.residency.order.forget()
-        if not (is_clean and self.log.last.is_on_plan):
-            self._late_offloads.clear()
+        if not log.last.traffic.evictions:
+            residency.order.forget()
+        is_on_plan = is_clean and log.last.is_on_plan
+        log.last.moves_found = self._moves.end_iteration(is_on_plan=is_on_plan)
+        self._adapt(is_cold=state is RunState.COLD, is_clean=is_clean and not log.last.drift)
+        if not is_on_plan:
             self.take_places(must_start=True)
         self._settle_books()
+
+    def _adapt(self, *, is_cold: bool, is_clean: bool) -> None:
+        """Learn from the iteration that has ended, if it was not the planned one."""
+        if not is_clean:
+            self._bind_names()
+        landing = self.adaptation.end_iteration(is_cold=is_cold, is_clean=is_clean)
+        if landing is not None:
+            self._follow(landing)
+        elif self._stops_on_drift and self.adaptation.num_unlearnt > 1:
+            what = self.log.last.first_drift
+            raise DriftError(f"{what}; the run no longer follows its trace")
+
+    def _follow(self, landing: Landing) -> None:
+        """Go on by another schedule for the same plan."""
+        state = self.position.state
+        self.schedule = self._moves.schedule = prepare_schedule(landing.plan)
+        self.placement = Placement(landing.plan)
+        self.position = PlanPosition(self.schedule)
+        self.position.state = state
+        self._binding.follow(self.schedule, self.placement, landing.row_of)
+        self.residency.order.forget()
 
     def _settle_books(self) -> None:
         if self.registry.device_type == "cuda":
@@ -300,61 +322,11 @@ class ExecutorMode(KernelMode):
         if self._has_begun:
             return
         self._has_begun = True
-        residency = self.residency
-        residency.bury()
-        if self._late_offloads:
-            # Who held their places died after the kernel: the user's reference outlived it.
-            late, self._late_offloads = self._late_offloads, []
-            for move in late:
-                self._offload(move)
-        kernel = residency.kernel = self._planned_kernel
-        schedule = self.schedule
-        if self.position.state is not RunState.FOLLOWING or kernel >= schedule.num_kernels:
-            return
-        for move in schedule.frees_before[kernel]:
-            holding = self._binding.holding(move.storage)
-            if holding is not None:
-                residency.release(holding)
-        prefetches = schedule.prefetches_before[kernel]
-        reserved_bytes = schedule.need_bytes[kernel] if prefetches else 0
-        for move in prefetches:
-            holding = self._binding.holding(move.storage)
-            if holding is not None and not residency.prefetch(holding, reserved_bytes):
-                self._late_prefetches.append(holding)
-
-    def _retry_prefetches(self) -> None:
-        """What found no room at a view may find it at the kernel: storages die in between."""
-        late, self._late_prefetches = self._late_prefetches, []
-        residency = self.residency
-        residency.bury()
-        reserved_bytes = self.schedule.need_bytes[residency.kernel]
-        for holding in late:
-            if not residency.prefetch(holding, reserved_bytes):
-                residency.traffic.dropped_prefetches += 1
-
-    def _offload(self, move: PlannedMove) -> bool:
-        """Start a planned write; False if another storage's only copy lies in its place."""
-        holding = self._binding.holding(move.storage)
-        if holding is None or not holding.is_resident:
-            return True
-        slot = holding.slot
-        lies_there = (
-            slot is not None
-            and slot.store.name == move.device
-            and slot.offset_bytes == move.offset_bytes
-        )
-        if not move.writes and lies_there:
-            return True
-        target = Slot(
-            self.residency.tiers.stores[move.device],
-            move.offset_bytes,
-            move.nbytes,
-            is_overflow=False,
-        )
-        if not self.residency.can_take(target, holding):
-            return False
-        self.residency.offload(holding, target)
-        return True
+        self.residency.bury()
+        self._moves.issue_late_offloads()
+        kernel = self.residency.kernel = self._planned_kernel
+        if self.position.state is RunState.FOLLOWING and kernel < self.schedule.num_kernels:
+            self._moves.before_kernel(kernel)
 
     def _make_ready(self, call: KernelCall, holdings: list[Holding]) -> None:
         """Storages resident, and room for what the kernel creates."""
@@ -396,5 +368,5 @@ class ExecutorMode(KernelMode):
             self.residency.order.forget()
         if what:
             self.log.drift(kernel, what)
-            if self._stops_on_drift:
+            if self._stops_on_drift and self.adaptation.is_settled:
                 raise DriftError(f"kernel {kernel}: {what}; the run no longer follows its trace")

@@ -37,6 +37,10 @@ class Observation:
         """Whether every kernel of the iteration is there."""
         return self._num_seen == len(self.kernels)
 
+    def hash_of_kernels(self) -> int:
+        """Equal for iterations of the same kernels with the same shapes."""
+        return hash(tuple((kernel.op, kernel.signature) for kernel in self.kernels))
+
     def note(self, call: KernelCall, *, in_optimizer: bool) -> None:
         """A kernel has run."""
         if torch._C._current_graph_task_id() != _NO_BACKWARD:

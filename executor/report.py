@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from teraio.contracts.plan import PlanMetadata
+from teraio.contracts.plan import Plan
 from teraio.contracts.timeline import Timeline
 from teraio.executor.iteration_log import IterationLog
+from teraio.executor.landing import Landing
 from teraio.executor.measured_timeline import build_timeline
 
 
@@ -16,7 +17,10 @@ class RunReport:
     """What an executed run did. Seconds, bytes; counts are totals after the warm-up.
 
     ``measured_seconds`` is the median length of its steady iterations, ``drift`` the number of
-    kernels that were not the planned ones, ``first_drift`` says what the first of them was.
+    kernels that were not the expected ones, ``first_drift`` says what the first of them was.
+    Of a steady iteration: ``moves_found`` of the ``moves_planned`` found their storage, and
+    ``substituted_kernels`` were not those of the plan's trace, but taken for them, extra or left
+    out (``first_substituted``); they do not count as drift.
     """
 
     steps: int
@@ -26,6 +30,10 @@ class RunReport:
     budget_bytes: int
     drift: int
     first_drift: str
+    moves_planned: int
+    moves_found: int
+    substituted_kernels: int
+    first_substituted: str
     demand_fetches: int
     demand_fetch_bytes: int
     evictions: int
@@ -36,10 +44,18 @@ class RunReport:
 
 
 def make_report(
-    log: IterationLog, metadata: PlanMetadata, *, budget_bytes: int, peak_bytes: int
+    log: IterationLog,
+    plan: Plan,
+    landing: Landing | None,
+    *,
+    budget_bytes: int,
+    peak_bytes: int,
 ) -> RunReport:
-    """The report of what a log holds so far; ``peak_bytes``: of the iteration under way."""
-    totals, steady_seconds = log.totals, log.steady_seconds()
+    """The report of what a log holds so far; ``landing``: how the run follows the plan, if not as
+    it is; ``peak_bytes``: of the iteration under way.
+    """
+    totals, steady_seconds, steady = log.totals, log.steady_seconds(), log.newest_steady
+    metadata = plan.metadata
     return RunReport(
         steps=log.num_iterations,
         warm_up_steps=log.num_warm_up,
@@ -48,6 +64,10 @@ def make_report(
         budget_bytes=budget_bytes,
         drift=totals.drift,
         first_drift=totals.first_drift or log.current.first_drift,
+        moves_planned=len(plan.moves),
+        moves_found=0 if steady is None else steady.moves_found,
+        substituted_kernels=0 if landing is None else landing.num_substituted,
+        first_substituted="" if landing is None else landing.first_substituted,
         demand_fetches=totals.demand_fetches,
         demand_fetch_bytes=totals.demand_fetch_bytes,
         evictions=totals.evictions,
@@ -60,5 +80,6 @@ def make_report(
             ideal_seconds=metadata.ideal_seconds,
             gap_seconds=metadata.gap_seconds,
             capacity_bytes=budget_bytes,
+            num_storages=len(plan.storages),
         ),
     )

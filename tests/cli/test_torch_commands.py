@@ -35,6 +35,10 @@ def calls(
         warm_up_steps=1,
         drift=2,
         first_drift="kernel 4 is aten.relu, not aten.gelu",
+        moves_planned=40,
+        moves_found=39,
+        substituted_kernels=6,
+        first_substituted="kernel 3: aten.flash instead of aten.efficient",
         demand_fetches=3,
         demand_fetch_bytes=10**6,
         evictions=0,
@@ -120,9 +124,10 @@ def test_run_passes_budgets_script_and_arguments_on(
         "host_memory": None,
         "ssd_path": Path("/mnt"),
         "on_drift": "stop",
+        "device": None,
     }
     assert "the script says hello" in result.stdout
-    for text in ("predicted iteration", "1.00 GB of 2.00 GB", "kernel 4 is aten.relu"):
+    for text in ("predicted iteration", "1.00 GB of 2.00 GB", "kernel 4 is aten.relu", "39 of 40"):
         assert text in result.stdout
 
 
@@ -140,6 +145,8 @@ def test_run_reports_what_was_promised(
     data = json.loads(teraio("run", "--json", "p.plan", "train.py").stdout)
     assert (data["steps"], data["measured_seconds"], data["peak_bytes"]) == (5, 0.25, 10**9)
     assert (data["drift"], data["demand_fetches"], data["predicted_seconds"]) == (2, 3, 0.2)
+    found = data["moves_planned"], data["moves_found"], data["substituted_kernels"]
+    assert found == (40, 39, 6)
 
 
 def test_probe_writes_a_file_that_hardware_takes(
