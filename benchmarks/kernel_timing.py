@@ -24,7 +24,7 @@ import torch
 
 from teraio.errors import OffloadWarning
 from teraio.profiler.costs.arguments import base_name
-from teraio.profiler.costs.kernel_timing import time_calls
+from teraio.profiler.costs.kernel_timing import time_kernels
 from teraio.profiler.costs.pricing import price
 from teraio.profiler.costs.timings import Timings
 from teraio.profiler.fake.recording import record
@@ -37,7 +37,7 @@ WARM_UP_ITERATIONS = 2
 def time_trace(trace: Trace, setup: TrainingSetup, device: str) -> tuple[Timings, float]:
     """Times of the trace's distinct calls, and the seconds that taking them took."""
     began = time.perf_counter()
-    timings = time_calls(trace.calls, device=device, precision=setup.dtype)
+    timings = time_kernels(trace, device=device, precision=setup.dtype)
     return timings, time.perf_counter() - began
 
 

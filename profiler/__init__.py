@@ -17,11 +17,13 @@ _HOME_OF_NAME = {
     "profile": "teraio.profiler.profiling",
     "profile_model": "teraio.profiler.profiling",
     "profile_script": "teraio.profiler.profiling",
+    "time_kernels": "teraio.profiler.costs.kernel_timing",
 }
 
-__all__ = ["Profile", "profile", "profile_model", "profile_script"]
+__all__ = ["Profile", "profile", "profile_model", "profile_script", "time_kernels"]
 
 if TYPE_CHECKING:
+    from teraio.profiler.costs.kernel_timing import time_kernels
     from teraio.profiler.profiling import Profile, profile, profile_model, profile_script
 
 

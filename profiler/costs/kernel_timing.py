@@ -6,8 +6,10 @@ empty, so they add up to an iteration whose host keeps ahead of the device.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,7 +88,7 @@ def time_calls(
     missing = {key: row for key, row in keys_of(calls, precision) if timings.get(key) is None}
     rows = sorted(missing.items(), key=lambda item: int(calls.flops[item[1]]))
     entries = []
-    with torch.no_grad(), product_precision_of(precision):
+    with _settings(device, precision):
         for done, (key, row) in enumerate(rows):
             if progress is not None:
                 progress(done / len(rows))
@@ -108,6 +110,20 @@ def _check(device: str, precision: str) -> None:
         raise InputError(f"device: {device!r}; kernels are timed on cuda or cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError("device: torch sees no CUDA GPU here; see torch.cuda.is_available()")
+
+
+@contextmanager
+def _settings(device: str, precision: str) -> Iterator[None]:
+    """Everything that is set while calls are timed, and as it was afterwards."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(product_precision_of(precision))
+        if device.startswith("cuda"):
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()]))
+        else:
+            stack.enter_context(torch.random.fork_rng([]))
+        yield
 
 
 class _Session:
