@@ -202,7 +202,7 @@ class _Session:
         if not self._failures:
             return
         told = "; ".join(f"{op} ({reason})" for op, reason in self._failures.items())
-        message = f"{len(self._failures)} operators were not timed, a roofline prices them: {told}"
+        message = f"could not be timed, so a roofline prices them: {told}"
         warnings.warn(message, OffloadWarning, stacklevel=3)
 
 

@@ -43,9 +43,12 @@ def find_operator(op: str) -> Any:
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except (AttributeError, RuntimeError):
-        raise InputError(f"{op}: this torch has no such operator") from None
+        found = None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise InputError(f"{op}: this torch has no such operator")
+    return found
 
 
 _POSITIVE = {"exp_avg_sqs", "max_exp_avg_sqs", "max_exp_avg_sq", "state_sums", "rstd", "invstd"}
@@ -136,6 +139,13 @@ class _Maker:
         )
 
 
+_NAMED_KINDS: dict[str, Any] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
 def plain_value(value: Any, device: str, where: str) -> Any:
     """An argument that is no tensor. Raises InputError, named ``where``, for what is opaque."""
     if isinstance(value, list):
@@ -147,8 +157,11 @@ def plain_value(value: Any, device: str, where: str) -> Any:
         return float(content)
     if kind == "device":
         return torch.device(device)
-    if kind in {"dtype", "layout", "memory_format"}:
-        return getattr(torch, content)
+    if kind in _NAMED_KINDS:
+        named = getattr(torch, str(content), None)
+        if not isinstance(named, _NAMED_KINDS[kind]):
+            raise InputError(f"{where}: this torch has no {kind} {content!r}")
+        return named
     if content == "Generator":
         return None
     raise InputError(f"{where} is a {content}, which cannot be made again")
