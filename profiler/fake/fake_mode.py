@@ -8,6 +8,7 @@ the GPU where the CPU has others (attention, dropout).
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -33,7 +34,10 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         FakeTensorMode(allow_non_fake_inputs=False) as mode,
         _truncated_normals_left_out(),
         _autocast_of_gpus_refused(),
+        warnings.catch_warnings(),
     ):
+        # PyTorch's own deepcopy looks, and asks its users not to.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         _let_modules_be_converted(mode)
         _let_modules_be_copied(mode)
         yield mode

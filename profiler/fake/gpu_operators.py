@@ -7,8 +7,10 @@ tensor's is the CPU. So such calls are answered here, before PyTorch chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,30 +25,43 @@ _BATCHED = 4
 """Dimensions that the fused kernels take."""
 
 
-class GpuOperators(TorchFunctionMode):
+_dropout = functional.dropout
+_attention = functional.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def gpu_operators(attention: AttentionKernel | None = None) -> Iterator[None]:
     """Attention and dropout of fake tensors run the kernels of a GPU.
 
     ``attention`` ``"sdpa"`` leaves attention to PyTorch, which takes the CPU's.
     """
+    attend_ = _attention if attention == "sdpa" else _attend
+    routes = {_dropout: _drop, _drop: _drop, _attention: attend_}
+    # PyTorch's own functions look these up by name; other code may have taken them on import.
+    with (
+        mock.patch.object(functional, "dropout", _drop),
+        mock.patch.object(functional, "scaled_dot_product_attention", attend_),
+        _Router(routes),
+    ):
+        yield
 
-    def __init__(self, attention: AttentionKernel | None = None) -> None:
+
+class _Router(TorchFunctionMode):
+    """Calls other functions in place of some."""
+
+    def __init__(self, routes: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self._routes: dict[Any, Callable[..., Any]] = {functional.dropout: _drop}
-        if attention != "sdpa":
-            self._routes[functional.scaled_dot_product_attention] = _attend
+        self._routes = routes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        route = self._routes.get(func)
-        if route is None:
-            return func(*args, **(kwargs or {}))
-        return route(*args, **(kwargs or {}))
+        return self._routes.get(func, func)(*args, **(kwargs or {}))
 
 
 def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not is_virtual(input) or not training or inplace or not 0 < p < 1:
-        return functional.dropout(input, p, training, inplace)
+        return _dropout(input, p, training, inplace)
     result: Tensor = torch.native_dropout(input, p, train=True)[0]
     return result
 
@@ -66,12 +81,10 @@ def _attend(
     kernel = _kernel(inputs) if is_virtual(query) else None
     options = {"is_causal": is_causal, "scale": scale}
     if kernel is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options
-        )
+        return _attention(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options)
     if kernel == "sdpa-math":
         with sdpa_kernel(SDPBackend.MATH):
-            return functional.scaled_dot_product_attention(
+            return _attention(
                 query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options
             )
     bias = _additive(attn_mask, query)

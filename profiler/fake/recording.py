@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from teraio.profiler.fake.fake_mode import KNOWN_DIFFERENCES, fake_tensors
 from teraio.profiler.fake.fake_recorder import FakeRecorder
-from teraio.profiler.fake.gpu_operators import GpuOperators
+from teraio.profiler.fake.gpu_operators import gpu_operators
 from teraio.profiler.fake.refusals import BuildingMode, Refusals
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.trace_building import build_trace
@@ -56,7 +56,7 @@ def record(
         recorder = FakeRecorder(bucket_bytes=bucket_bytes, progress=progress, refusals=refusals)
         recorder.names.add_model(training.model)
         recorder.names.add_optimizer(training.optimizer)
-        with recorder, GpuOperators(setup.attention) if is_own else nullcontext():
+        with recorder, gpu_operators(setup.attention) if is_own else nullcontext():
             _run_iterations(training)
         return _finish(recorder, setup, refusals)
 

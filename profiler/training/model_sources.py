@@ -193,9 +193,10 @@ def load_function(module_name: str, function_name: str) -> Callable[[], Any]:
     Raises InputError if there is none. Whatever the module raises on import propagates.
     """
     text = f"{module_name}:{function_name}"
-    if not module_name or not all(part.isidentifier() for part in module_name.split(".")):
-        hint = f" (without .py: {module_name[:-3]})" if module_name.endswith(".py") else ""
-        raise InputError(f"model {text}: {module_name!r} is no module name{hint}; give {_FORMS}")
+    if module_name.endswith(".py"):
+        raise InputError(f"model {text}: give the module's name, without .py: {module_name[:-3]}")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise InputError(f"model {text}: {module_name!r} is no module name; give {_FORMS}")
     # It stays on the path: a module may import its neighbours only when its function is called.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

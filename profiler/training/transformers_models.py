@@ -44,13 +44,13 @@ class TransformersModel(OwnModel):
                 raise InputError(f"{option}: only reference models can be cut so, not {self.name}")
         check_attention(setup, self.name)
         _check_positions(self.config, setup.sequence, self.name)
-        model: nn.Module = self.make()
+        model: Any = self.make()
         model.train()
         if setup.checkpoint not in (None, "none"):
-            # The library's method: it recomputes one layer at a time.
-            model.gradient_checkpointing_enable(  # type: ignore[operator]
-                gradient_checkpointing_kwargs={"use_reentrant": setup.checkpoint == "reentrant"}
-            )
+            # The library's own, layer by layer; it has changed its name.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            enable = enable or model.gradient_checkpointing_enable
+            enable({"use_reentrant": setup.checkpoint == "reentrant"})
         vocabulary = int(self.config.get_text_config().vocab_size)
         return model, lambda size, sequence: {
             "input_ids": torch.randint(vocabulary, (size, sequence)),
@@ -67,7 +67,11 @@ class TransformersModel(OwnModel):
         if not hasattr(helpers, "is_fake_tensor"):  # Before transformers 5 it did not ask.
             yield
             return
-        with mock.patch.object(helpers, "is_fake_tensor", return_value=False):
+
+        def never(_: Any) -> bool:  # A Mock would keep every tensor that it was asked about.
+            return False
+
+        with mock.patch.object(helpers, "is_fake_tensor", never):
             yield
 
 
