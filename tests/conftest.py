@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# Test workers share the cores: threads of torch that wait for each other made them five times
+# slower. Read when torch is imported, also by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
