@@ -87,7 +87,8 @@ def profiled_seconds(setup: TrainingSetup) -> dict[str, float]:
 
 def predicted_seconds(trace: Trace) -> dict[str, float]:
     """Kernel seconds by operator."""
-    kernels, sums = trace.kernels, {}
+    kernels = trace.kernels
+    sums: dict[str, float] = {}
     for op in np.unique(kernels.op):
         name = base_name(str(op))
         seconds = float(kernels.duration_seconds[kernels.op == op].sum())

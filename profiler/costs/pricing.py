@@ -67,6 +67,12 @@ def price(
     return replace(trace, kernels=priced, metadata=metadata)
 
 
+def priced_precision(trace: Trace) -> str | None:
+    """The precision in which the trace was last priced; None if it never was."""
+    notes = (n for n in trace.metadata.known_differences if n.startswith(_NOTE))
+    return next((note.removeprefix(_NOTE).partition(";")[0] for note in notes), None)
+
+
 def _find_timings(trace: Trace, timings: Timings | None, precision: str) -> dict[int, Timing]:
     """Timings by row of the calls table."""
     if timings is None:

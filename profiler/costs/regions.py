@@ -38,7 +38,7 @@ def describe_region(
     Bytes are those of inputs and outputs: what the region makes and uses up within is unknown.
     """
     nodes: dict[Node, int] = {}
-    described = []
+    described: list[list[Any]] = []
     for node in graph.graph.nodes:
         text = _describe_node(node, nodes)
         if text is None:
@@ -60,31 +60,22 @@ def _describe_node(node: Node, nodes: dict[Node, int]) -> list[Any] | None:
         return ["input"]
     if node.op not in {"call_function", "output"}:
         return None
-    args = map_arg(node.args, lambda n: _Reference(nodes[n]))
-    kwargs = map_arg(node.kwargs, lambda n: _Reference(nodes[n]))
-    values = [_describe(value) for value in args]
+    values = [_describe(value, nodes) for value in node.args]
     if node.op == "output":
         return ["output", values[0]]
     if node.target is operator.getitem:
         return ["call", _PICK, values, {}]
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    named = {name: _describe(value) for name, value in kwargs.items()}
+    named = {name: _describe(value, nodes) for name, value in node.kwargs.items()}
     return ["call", str(node.target), values, named]
 
 
-class _Reference:
-    """An earlier node of the graph."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, _Reference):
-        return {"node": value.number}
+def _describe(value: Any, nodes: dict[Node, int]) -> Any:
+    if isinstance(value, Node):
+        return {"node": nodes[value]}
     if isinstance(value, (list, tuple)):
-        return [_describe(item) for item in value]
+        return [_describe(item, nodes) for item in value]
     return describe_value(value, {})
 
 

@@ -232,9 +232,10 @@ def _elements(value: Any) -> int | None:
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        address: int = tensor.untyped_storage()._cdata
     except NotImplementedError:
         return id(tensor)
+    return address
 
 
 def _offset(tensor: torch.Tensor) -> int:

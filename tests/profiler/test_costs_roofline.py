@@ -103,7 +103,7 @@ def test_causal_attention_takes_half_as_long() -> None:
 def test_memory_bound_kernels_take_their_bytes_over_the_rate_that_is_reached() -> None:
     x = tensor([2**20])
     share = H200.efficiencies
-    moved = {"read_bytes": 2**33, "written_bytes": 2**32}
+    moved: dict[str, Any] = {"read_bytes": 2**33, "written_bytes": 2**32}
     for op, args, reached in (
         ("aten.add.Tensor", [x, x], share.memory),
         ("aten.add.Tensor", [x, tensor([1])], share.memory_if_uneven),

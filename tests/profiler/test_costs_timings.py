@@ -1,4 +1,4 @@
-"""The timing file: written and read again, merged, and refused where it is not what it should be."""
+"""The timing file: written, read again, merged, and refused where it is not what it should be."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_merging_keeps_what_is_there_and_prefers_what_is_new(timings: Timings) -
 
 
 @pytest.mark.parametrize("other", [{"gpu": "NVIDIA L40S"}, {"torch_version": "2.13.0"}])
-def test_times_of_different_machines_do_not_mix(timings: Timings, other: dict[str, str]) -> None:
+def test_times_of_different_machines_do_not_mix(timings: Timings, other: dict[str, Any]) -> None:
     timings.check_machine(replace(MACHINE, clocks="1600 MHz"))
     with pytest.raises(InputError, match="write to another file"):
         timings.check_machine(replace(MACHINE, **other), "h200.timings")

@@ -17,12 +17,13 @@ from teraio.profiler.costs.calls import describe_arguments
 from teraio.profiler.costs.kernel_timing import default_precision, time_calls
 from teraio.profiler.costs.measuring import Measured, num_copies, product_precision_of
 from teraio.profiler.costs.pricing import price
-from teraio.profiler.costs.remaking import MadeCall
+from teraio.profiler.costs.remaking import MadeCall, make_call
 from teraio.profiler.costs.sustained import HeavyCall, plays_of, spread
 from teraio.profiler.costs.timed_machine import describe_machine
 from teraio.profiler.costs.timings import Timings
 from teraio.profiler.fake.recording import record
 from teraio.profiler.training import TrainingSetup
+from teraio.profiler.training.setup import Precision
 from teraio.traces.trace import Calls, Trace
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -71,11 +72,10 @@ def test_what_is_known_is_not_timed_again(tmp_path: Path, monkeypatch: pytest.Mo
     first = time_calls(table(("aten.mm.default", PRODUCT, 9)), device="cpu", precision="fp32")
     first.save(tmp_path / "x.timings")
     made: list[str] = []
-    real = kernel_timing.make_call
 
     def noted(op: str, arguments: str, device: str) -> MadeCall:
         made.append(op)
-        return real(op, arguments, device)
+        return make_call(op, arguments, device)
 
     monkeypatch.setattr(kernel_timing, "make_call", noted)
     both = table(("aten.mm.default", PRODUCT, 9), ("aten.add.Tensor", PRODUCT, 0))
@@ -207,7 +207,7 @@ def test_plays_are_spread_evenly() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
-def test_on_a_gpu_every_kernel_is_timed_with_its_launch(dtype: str) -> None:
+def test_on_a_gpu_every_kernel_is_timed_with_its_launch(dtype: Precision) -> None:
     setup = TrainingSetup(model="tiny-llama", sequence=64, micro_batch_size=2, dtype=dtype)
     trace = record(setup)
     with warnings.catch_warnings():

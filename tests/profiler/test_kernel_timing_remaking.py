@@ -217,7 +217,7 @@ def test_a_region_that_holds_other_things_than_operators_is_not_described() -> N
             self.register_buffer("value", torch.ones(4))
 
         def forward(self, given: torch.Tensor) -> torch.Tensor:
-            return given + self.value
+            return torch.add(given, self.get_buffer("value"))
 
     graph = torch.fx.symbolic_trace(Constant())
     assert describe_region(graph, [torch.ones(4)], [torch.ones(4)]) is None
