@@ -16,7 +16,8 @@ from teraio.profiler.training import TrainingSetup, build_training
 
 METHOD = (
     "each call with random data in groups that were queued before the first began; inputs rotate "
-    "beyond the level 2 cache; median of the groups"
+    "beyond the level 2 cache; median of the groups; products and attention again in the mixture "
+    "of the trace"
 )
 
 
