@@ -27,30 +27,31 @@ class Origins:
     """Where each storage comes from, int64 (S,): the kernel of its birth and its rank there.
 
     The batches that a script keeps in a list live for ever, yet each micro-batch reads another.
-    Such an unnamed persistent storage counts as if it were born at its first access. Both are
-    MISSING for all other persistent storages.
+    Such an unnamed persistent storage counts as if it were born at its first access, and
+    ``position`` is that access's number among the kernel's. Ranks count from the last, because
+    views that precede a kernel come first. MISSING for all other persistent storages.
     """
 
     kernel: IntArray
     rank: IntArray
+    position: IntArray
 
     @classmethod
     def of(cls, trace: Trace) -> Origins:
         """Births, and first accesses of unnamed persistent storages."""
         kernel, rank = trace.storages.birth.copy(), trace.storages.birth_ordinal.copy()
-        storages, accesses = trace.storages.name, trace.accesses
+        position = np.full(len(kernel), MISSING)
+        names, accesses = trace.storages.name, trace.accesses
         touched, first = np.unique(accesses.storage, return_index=True)
-        begins = np.searchsorted(accesses.kernel, accesses.kernel[first])
-        for row, access, begin in zip(touched, first, begins, strict=True):
-            if kernel[row] == MISSING and storages[row].startswith(UNNAMED):
-                kernel[row] = accesses.kernel[access]
-                rank[row] = RANKS // 2 + access - begin
-        return cls(kernel, rank)
-
-    @staticmethod
-    def position(rank: IntArray) -> IntArray:
-        """Position among the accesses of the kernel, from the rank of an unnamed storage."""
-        return rank - RANKS // 2
+        begin = np.searchsorted(accesses.kernel, accesses.kernel[first], side="left")
+        end = np.searchsorted(accesses.kernel, accesses.kernel[first], side="right")
+        is_unnamed = [name.startswith(UNNAMED) for name in names[touched]]
+        at = np.flatnonzero(trace.is_persistent[touched] & np.array(is_unnamed, dtype=bool))
+        rows = touched[at]
+        kernel[rows] = accesses.kernel[first[at]]
+        rank[rows] = RANKS // 2 + (end - 1 - first)[at]
+        position[rows] = (first - begin)[at]
+        return cls(kernel, rank, position)
 
 
 def lives_full_cycle(trace: Trace) -> BoolArray:
@@ -150,8 +151,7 @@ class Search:
         return sorted((p for p in found if self._has_all_phases(*p)), reverse=True)
 
     def _has_all_phases(self, start: int, length: int) -> bool:
-        """Whether it has every phase of a micro-batch: not the forward passes of a warm-up alone.
-        """
+        """Whether it has every phase of a micro-batch: not the forward passes of a warm-up alone."""
         kernels = self.trace.kernels
         labelled = kernels.micro_batch != MISSING
         inside = slice(start, start + length)

@@ -17,7 +17,6 @@ from teraio.contracts.table import MISSING, BoolArray, IntArray, TextArray
 from teraio.errors import InputError
 from teraio.traces.period_candidates import (
     UNNAMED,
-    Origins,
     collectives_by_group,
     describe_kernel,
     lives_full_cycle,
@@ -156,10 +155,11 @@ class _Unrolling:
         origins, is_persistent = self._period.origins, self._trace.is_persistent
         names: TextArray = self._trace.storages.name[self._source]
         met_first = self._at_turn(origins.kernel)
-        position = Origins.position(origins.rank)
+        # Copies are made from the second period's accesses.
+        like = np.where(self._turn == 0, self._source, self._second_of[self._source])
         is_moved = is_persistent & (origins.kernel != MISSING)
         for number in np.flatnonzero(is_moved[self._source]):
-            names[number] = f"{UNNAMED}{met_first[number]}.{position[self._source[number]]}"
+            names[number] = f"{UNNAMED}{met_first[number]}.{origins.position[like[number]]}"
         return names
 
     def _order(self) -> IntArray:

@@ -181,8 +181,9 @@ class Habits:
     """What a made-up training script does.
 
     ``losses``: "freed" with the graph, "rebound" when the next one exists, "listed" to the end of
-    the iteration, "kept" until the next iteration has its own list. ``total``: a running loss, "in
-    place", "anew", or "" for none. ``batches``: "listed" before training or "drawn" each time.
+    the iteration, "stacked" there as well, "kept" until the next iteration has its own list.
+    ``total``: a running loss, "in place", "anew", or "" for none. ``batches``: "listed" before
+    training or "drawn" each time.
     ``lag``: hidden values of the last so many micro-batches are kept, and read.
     """
 
@@ -316,13 +317,13 @@ class _Script:
 
     def _step(self) -> None:
         tape, habits = self.tape, self.habits
-        if habits.losses == "rebound":
+        if habits.losses in ("rebound", "stacked"):
             tape.kernel("log", "other", None, reads=self.losses)
         for parameter, gradient in zip(self.parameters, reversed(self.gradients), strict=True):
             tape.kernel("adam", "optimizer", None, reads=[gradient], writes=[parameter])
         if not habits.frees_gradients_at_top:
             self._free_gradients()
-        if habits.losses == "listed":
+        if habits.losses in ("listed", "stacked"):
             tape.free(*self.losses)
         tape.free(*self.recent)
         self.recent = []
