@@ -3,8 +3,8 @@
 Matrix products draw so much power that the GPU lowers its clocks, and how far depends on what runs
 between them. So after each was timed alone, they are played for a few seconds in the mixture of the
 trace: each as often as it occurs there, evenly spread, with memory-bound kernels in between for as
-long as those take in the trace. On an H200 single TF32 products ran up to 16 % faster so than alone,
-and blocks compiled in bf16 8 % slower.
+long as those take in the trace. On an H200 single TF32 products ran up to 16 % faster so than
+alone, and blocks compiled in bf16 8 % slower.
 """
 
 from __future__ import annotations
