@@ -39,10 +39,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         )
     if not 0 <= rank < world_size:
         raise InputError(f"rank: must be in 0..{world_size - 1}, got {rank}")
-    _register_backend()
-    distributed.init_process_group(
-        "fake", store=distributed.HashStore(), rank=rank, world_size=world_size
-    )
+    distributed.init_process_group("fake", store=_make_store(), rank=rank, world_size=world_size)
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(FakeTensorMode.cache_clear)
@@ -124,12 +121,15 @@ def _take_measures(stack: contextlib.ExitStack) -> None:
         ) from error
 
 
-def _register_backend() -> None:
-    """Make the backend known. It lives in a module of torch's tests, which registers it."""
+def _make_store() -> Any:
+    """A store that stores nothing. Importing its module, one of torch's tests', makes "fake" known
+    as a backend.
+    """
     try:
-        import torch.testing._internal.distributed.fake_pg
+        from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise InputError(
-            f"parallel training: this PyTorch ({torch.__version__}) has no fake process group; "
-            "teraio knows the one of torch 2.9 to 2.13"
+            f"parallel training: PyTorch {torch.__version__} has no fake process group; teraio "
+            "knows the one of torch 2.9 to 2.13"
         ) from error
+    return FakeStore()

@@ -8,6 +8,7 @@ precision, and word to the recorder of which micro-batch is under way.
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -58,38 +59,35 @@ class Pipeline:
         self._stage.setup = setup
         self._schedules: dict[int, Schedule1F1B] = {}
 
-    def run(self, micro_batches: int) -> list[Tensor]:
-        """Forward and backward of all micro-batches; the last stage returns their losses.
+    def run(self, micro_batches: int) -> None:
+        """Forward and backward of all micro-batches.
 
         Takes at most as many as the setup has: the first call allocates buffers for these.
         """
         self._schedule(self._setup.micro_batches)
-        schedule, losses = self._schedule(micro_batches), []
-        options = {"return_outputs": False}
+        schedule: Any = self._schedule(micro_batches)
+        # Before torch 2.10 outputs were always kept, now only if they are asked for.
         known = inspect.signature(schedule._step_microbatches).parameters
+        options = {"return_outputs": False} if "return_outputs" in known else {}
         self._stage.clear_runtime_states()
         self._stage.chunks = micro_batches
         try:
-            schedule._step_microbatches(
-                target_mbs=[None] * micro_batches,
-                losses=losses,
-                **{name: value for name, value in options.items() if name in known},
-            )
+            schedule._step_microbatches(target_mbs=[None] * micro_batches, **options)
         finally:
             announce_micro_batch(None)
-        return losses
 
     def _schedule(self, micro_batches: int) -> Schedule1F1B:
-        schedule = self._schedules.get(micro_batches)
-        if schedule is None:
-            schedule = _Schedule(self._stage, micro_batches, loss_fn=self._loss)
-            self._stage.has_backward = True
-            schedule._initialize_stage((), {})
-            self._schedules[micro_batches] = schedule
-        return schedule
+        known = self._schedules.get(micro_batches)
+        if known is not None:
+            return known
+        schedule: Any = _Schedule(self._stage, micro_batches, loss_fn=self._loss)
+        self._stage.has_backward = True
+        schedule._initialize_stage((), {})
+        self._schedules[micro_batches] = schedule
+        return self._schedules[micro_batches]
 
     def _loss(self, logits: Tensor, _: None) -> Tensor:
-        _, targets = random_batch(self._setup, self._device)
+        targets = random_batch(self._setup, self._device)[1]
         with autocast(self._setup.dtype, self._device):
             return next_token_loss(logits, targets)
 
@@ -122,17 +120,19 @@ class _Stage(PipelineStage):
         given, *rest = args
         if self.is_first:
             given = (random_batch(self.setup, self.device)[0],)
-        with autocast(self.setup.dtype, self.device):
+        with autocast(self.setup.dtype, self.device), warnings.catch_warnings():
+            # FSDP warns of operators that would overwrite the stage's output; there are none.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             return super().forward_one_chunk(fwd_chunk_id, given, *rest, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         announce_micro_batch(bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def scale_grads(self, grad_scale_factor: float) -> None:
+    def scale_grads(self, grad_scale_factor: int) -> None:
         announce_micro_batch(None)
         # A float: how many micro-batches there are makes it no other operator call.
-        super().scale_grads(float(grad_scale_factor))
+        super().scale_grads(float(grad_scale_factor))  # type: ignore[arg-type]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         announce_micro_batch(None)
@@ -167,10 +167,10 @@ class _Schedule(Schedule1F1B):
         if distributed.get_backend(self._stage.group) != "fake":
             super()._warmup_p2p(stages, *args)
             return
-        from torch.distributed.pipelining._utils import InferenceMode
+        from torch.distributed.pipelining import _utils
 
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
 
 def _check_pytorch() -> None:

@@ -50,10 +50,9 @@ def _cut_layers(model: nn.Module, setup: TrainingSetup, mesh: DeviceMesh) -> Non
         "norm": Replicated(),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    tied = model.head is not None and model.embedding is not None and model.config.tied
     plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, plan)
-    if tied:
+    if model.config.tied and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight
     for block in model.blocks:
         parallelize_module(block, mesh, _block_plan())
@@ -87,7 +86,7 @@ class Replicated(ParallelStyle):
                 DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs
             )
 
-        def localise(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+        def localise(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, distribute, localise)
