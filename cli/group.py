@@ -18,6 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 COMMANDS = {
     "demo": ("teraio.cli.demo:demo", "Profile, plan, simulate and execute a small model."),
     "profile": ("teraio.cli.profile:profile", "Record a trace of a training script or model."),
+    "trace": ("teraio.cli.trace:trace", "Trace a model of any size without a GPU."),
     "time": ("teraio.cli.time:time", "Time a trace's distinct kernels on a real GPU."),
     "import": ("teraio.cli.import_trace:import_trace", "Make a trace of another tool's files."),
     "show": ("teraio.cli.show:show", "What a trace holds: memory, sizes, inactive periods."),

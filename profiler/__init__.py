@@ -18,12 +18,14 @@ _HOME_OF_NAME = {
     "profile_model": "teraio.profiler.profiling",
     "profile_script": "teraio.profiler.profiling",
     "time_kernels": "teraio.profiler.costs.kernel_timing",
+    "trace": "teraio.profiler.fake.tracing",
 }
 
-__all__ = ["Profile", "profile", "profile_model", "profile_script", "time_kernels"]
+__all__ = ["Profile", "profile", "profile_model", "profile_script", "time_kernels", "trace"]
 
 if TYPE_CHECKING:
     from teraio.profiler.costs.kernel_timing import time_kernels
+    from teraio.profiler.fake.tracing import trace
     from teraio.profiler.profiling import Profile, profile, profile_model, profile_script
 
 

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from teraio.profiler.fake.compiled_blocks import compile_blocks
 from teraio.profiler.models import model_config
-from teraio.profiler.training.model_sources import MakeBatch, build_source, run_model
+from teraio.profiler.training.model_sources import (
+    MakeBatch,
+    build_source,
+    check_sequence,
+    run_model,
+)
 from teraio.profiler.training.setup import Precision, TrainingSetup
 
 RunMicroBatches = Callable[[int], None]
@@ -58,6 +63,7 @@ def build_training(setup: TrainingSetup, device: str | torch.device = "cpu") -> 
     initialised with the setup's ranks. Raises InputError for what the model cannot do.
     """
     device = torch.device(device)
+    check_sequence(setup)
     model, run_micro_batches = _build_rank(setup, device)
     if setup.compile_blocks:
         compile_blocks(model)

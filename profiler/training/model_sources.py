@@ -150,22 +150,23 @@ def model_label(model: Any) -> str:
 def build_source(setup: TrainingSetup) -> tuple[nn.Module, MakeBatch | None]:
     """The whole model on PyTorch's default device; None as batches: tokens as its sizes say.
 
-    Raises InputError for what the model cannot do, such as a sequence beyond its positions.
+    Raises InputError for what the model cannot do.
     """
     source = resolve_model(setup.model)
     if isinstance(source, OwnModel):
         return source.build(setup)
-    check_sequence(setup)
     return build_model(source, **setup.model_options), None
 
 
 def check_sequence(setup: TrainingSetup) -> None:
     """Raise InputError if a reference model knows fewer positions than a sequence has."""
-    positions = getattr(model_config(setup.model), "positions", None)
+    source = resolve_model(setup.model)
+    if isinstance(source, OwnModel):
+        return
+    positions = getattr(model_config(source), "positions", None)
     if positions is not None and setup.sequence > positions:
         raise InputError(
-            f"sequence: {model_label(setup.model)} knows {positions} positions, "
-            f"got {setup.sequence}"
+            f"sequence: {model_label(source)} knows {positions} positions, got {setup.sequence}"
         )
 
 

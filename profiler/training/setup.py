@@ -96,6 +96,18 @@ class TrainingSetup:
         return ", ".join(f"{k}={v}" for k, v in given.items() if v != defaults[k])
 
 
+def every_rank(
+    *, stages: int = 1, data_parallel: int = 1, tensor_parallel: int = 1
+) -> list[dict[str, int]]:
+    """Which part each rank plays, as options of :class:`TrainingSetup`, in the order of ranks."""
+    return [
+        {"stage": stage, "data_parallel_rank": data, "tensor_parallel_rank": tensor}
+        for stage in range(stages)
+        for data in range(data_parallel)
+        for tensor in range(tensor_parallel)
+    ]
+
+
 def make_setup(model: Any, **options: Any) -> TrainingSetup:
     """The setup of these options. Raises InputError for an unknown one."""
     unknown = sorted(set(options) - set(TrainingSetup.__dataclass_fields__))

@@ -21,6 +21,7 @@ _HOME_OF_NAME = {
     "probe": "teraio.executor",
     "profile": "teraio.profiler",
     "simulate": "teraio.simulator",
+    "trace": "teraio.profiler",
     "verify": "teraio.planner",
 }
 
@@ -36,6 +37,7 @@ __all__ = [
     "probe",
     "profile",
     "simulate",
+    "trace",
     "verify",
 ]
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from teraio.contracts.timeline import Timeline
     from teraio.executor import execute, probe
     from teraio.planner import compare, plan, verify
-    from teraio.profiler import profile
+    from teraio.profiler import profile, trace
     from teraio.simulator import simulate
     from teraio.traces.trace import Trace
 
