@@ -151,7 +151,7 @@ class Search:
         return sorted((p for p in found if self._has_all_phases(*p)), reverse=True)
 
     def _has_all_phases(self, start: int, length: int) -> bool:
-        """Whether it has every phase of a micro-batch: not the forward passes of a warm-up alone."""
+        """Whether it has all phases of a micro-batch: not the forward passes of a warm-up alone."""
         kernels = self.trace.kernels
         labelled = kernels.micro_batch != MISSING
         inside = slice(start, start + length)

@@ -127,7 +127,7 @@ class _Player:
 
     def _operate(self, number: int, operation: Operation, phase: str, m: int) -> None:
         reads = [self.batches[m]] if operation.reads_batch and phase == "forward" else []
-        writes = []
+        writes: list[Piece] = []
         for use in operation.uses:
             pieces = self.made.get((use.made_by, m - use.lag), [])
             (writes if use.is_written else reads).extend(pieces)

@@ -75,6 +75,8 @@ BROKEN_METADATA = [
     ("rank", -1, "metadata.rank: must be in 0..world_size-1"),
     ("world_size", 0, "metadata.rank: must be in 0..world_size-1"),
     ("micro_batches", 0, "metadata.micro_batches: must be a positive integer, got 0"),
+    ("traced_micro_batches", 2, "metadata.traced_micro_batches: must be in 0..micro_batches"),
+    ("traced_micro_batches", -1, "metadata.traced_micro_batches: must be in 0..micro_batches"),
     ("optimizer_steps", -1, "metadata.optimizer_steps: must be"),
     ("allocator_rounding_bytes", 0, "metadata.allocator_rounding_bytes: must be a positive"),
     ("allocator_rounding_bytes", 0.5, "metadata.allocator_rounding_bytes: must be a positive"),

@@ -73,7 +73,7 @@ def test_metadata_tell_how_many_were_traced() -> None:
 
 def test_times_of_copies_are_the_mean_of_the_two_periods_seen() -> None:
     trace = play(Habits(), 3)
-    seconds = 2.0 ** np.arange(trace.num_kernels)
+    seconds = np.exp2(np.arange(trace.num_kernels, dtype=np.float64))
     workspace = np.arange(trace.num_kernels)
     timed = replace(trace.kernels, duration_seconds=1e-20 * seconds, workspace_bytes=workspace)
     unrolled = unroll(replace(trace, kernels=timed), 5).kernels

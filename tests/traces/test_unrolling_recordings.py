@@ -10,7 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from teraio.profiler.models import build_model  # noqa: E402
@@ -25,16 +27,16 @@ UNTIMED = ("duration_seconds", "gap_before_seconds", "workspace_bytes")
 FEW, MANY = micro_batches_to_trace(0), 7
 
 
-class Small(torch.nn.Module):
+class Small(nn.Module):
     """Two blocks between an embedding and its transpose, each recomputed or not."""
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(11, 4)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.embedding = nn.Embedding(11, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.checkpoint = checkpoint
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         for block in self.blocks:
             if self.checkpoint:
@@ -43,10 +45,10 @@ class Small(torch.nn.Module):
             else:
                 hidden = torch.tanh(block(hidden))
         logits = hidden @ self.embedding.weight.t()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def draw_batch() -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch() -> tuple[Tensor, Tensor]:
     return torch.randint(11, (2, 3)), torch.randint(11, (2, 3))
 
 
@@ -74,7 +76,7 @@ def record(script: Script, micro_batches: int) -> Trace:
     recorder = Recorder(device_type="cpu")
     with FakeTensorMode() if script.is_fake else contextlib.nullcontext():
         if script.model == "small":
-            model: torch.nn.Module = Small(script.checkpoint)
+            model: nn.Module = Small(script.checkpoint)
         else:
             model = build_model(script.model, layers=1, vocabulary=11)
         chosen = {} if script.optimizer == "default" else {script.optimizer: True}
@@ -90,11 +92,11 @@ def record(script: Script, micro_batches: int) -> Trace:
 
 def run_iteration(
     script: Script,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: list[tuple[Tensor, Tensor]],
 ) -> None:
-    losses: list[torch.Tensor] = []
+    losses: list[Tensor] = []
     total = torch.zeros(())
     if script.frees_gradients_first:
         optimizer.zero_grad()
@@ -109,7 +111,7 @@ def run_iteration(
         elif script.total == "anew":
             total = total + loss.detach()
     if script.clips:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
     optimizer.step()
     if not script.frees_gradients_first:
         optimizer.zero_grad(set_to_none=not script.keeps_gradients)
