@@ -84,14 +84,14 @@ def _record(
         )
 
     few = min(setup.micro_batches, micro_batches_to_trace(setup.warmup_forwards))
-    recorded = record_some(few)
-    if progress is not None:
-        progress(f"unrolling to {setup.micro_batches} micro-batches")
     try:
+        recorded = record_some(few)
+        if progress is not None:
+            progress(f"unrolling to {setup.micro_batches} micro-batches")
         return unroll(recorded, setup.micro_batches)
     except InputError:
         # One's own model may do something else in each micro-batch.
-        if not isinstance(setup.model, OwnModel):
+        if few == setup.micro_batches or not isinstance(setup.model, OwnModel):
             raise
     if progress is not None:
         progress("tracing every micro-batch, because they differ")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import teraio
 from teraio.errors import InputError, MissingDependencyError
 from teraio.profiler.fake.recording import record
 from teraio.profiler.profiling import profile
@@ -128,7 +129,7 @@ def test_attention_may_be_that_of_the_cpu() -> None:
 class Grouped(nn.Module):
     """Attention of eight heads over two heads of keys, or with a mask."""
 
-    def __init__(self, dtype: torch.dtype, masked: bool) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, masked: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 64, dtype=dtype)
         self.masked = masked
@@ -172,6 +173,35 @@ def test_a_model_may_be_converted_and_initialised_as_usual() -> None:
     assert trace.storages.nbytes[trace.storages.name == "head.weight"].tolist() == [
         VOCABULARY * WIDTH * 2
     ]
+
+
+class Alternating(nn.Module):
+    """Does more in every second micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embedding(tokens)
+        return (x.relu() if self.calls % 2 else x).mean()
+
+
+def test_micro_batches_that_differ_are_all_traced() -> None:
+    told: list[str] = []
+    setup = {"sequence": 4, "micro_batches": 6, "progress": told.append}
+    trace = teraio.trace(Alternating, **setup)
+    assert (trace.kernels.op == "aten.relu.default").sum() == 3
+    assert trace.metadata.traced_micro_batches == 0
+    assert "tracing every micro-batch, because they differ" in told
+
+
+def test_micro_batches_that_are_alike_are_unrolled() -> None:
+    trace = teraio.trace(Grouped, sequence=4, micro_batches=6)
+    assert trace.metadata.micro_batches == 6
+    assert 0 < trace.metadata.traced_micro_batches < 6
 
 
 # Functions by name --------------------------------------------------------------------------
