@@ -181,7 +181,8 @@ class Habits:
     """What a made-up training script does.
 
     ``losses``: "freed" with the graph, "rebound" when the next one exists, "listed" to the end of
-    the iteration, "stacked" there as well, "kept" until the next iteration has its own list.
+    the iteration, "stacked" there as well, "kept" until the next iteration has its own list, or
+    "hoarded" for ever.
     ``total``: a running loss, "in place", "anew", or "" for none. ``batches``: "listed" before
     training or "drawn" each time.
     ``lag``: hidden values of the last so many micro-batches are kept, and read.
