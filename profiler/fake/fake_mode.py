@@ -48,7 +48,7 @@ def _let_modules_be_converted(mode: FakeTensorMode) -> None:
 
     What does is the mode's memory of tensors made from real ones, of which there are none here.
     """
-    converter = getattr(mode, "fake_tensor_converter", None)
+    converter: Any = getattr(mode, "fake_tensor_converter", None)
     if hasattr(converter, "set_tensor_memo"):
         converter.set_tensor_memo = lambda *_: None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ def gpu_operators(attention: AttentionKernel | None = None) -> Iterator[None]:
     ``attention`` ``"sdpa"`` leaves attention to PyTorch, which takes the CPU's.
     """
     attend_ = _attention if attention == "sdpa" else _attend
-    routes = {_dropout: _drop, _drop: _drop, _attention: attend_}
+    routes: dict[Any, Callable[..., Any]] = {_dropout: _drop, _drop: _drop, _attention: attend_}
     # PyTorch's own functions look these up by name; other code may have taken them on import.
     with (
         mock.patch.object(functional, "dropout", _drop),
@@ -79,16 +80,28 @@ def _attend(
     """As ``functional.scaled_dot_product_attention`` on a GPU."""
     inputs = AttentionInputs(query, key, value, is_causal, attn_mask, scale, dropout_p)
     kernel = _kernel(inputs) if is_virtual(query) else None
-    options = {"is_causal": is_causal, "scale": scale}
-    if kernel is None:
-        return _attention(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options)
-    if kernel == "sdpa-math":
-        with sdpa_kernel(SDPBackend.MATH):
+    if kernel is None or kernel == "sdpa-math":
+        with sdpa_kernel(SDPBackend.MATH) if kernel else nullcontext():
             return _attention(
-                query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
-    bias = _additive(attn_mask, query)
-    return attend(query, key, value, kernel, bias=bias, dropout=dropout_p, **options)
+    return attend(
+        query,
+        key,
+        value,
+        kernel,
+        is_causal=is_causal,
+        bias=_additive(attn_mask, query),
+        scale=scale,
+        dropout=dropout_p,
+    )
 
 
 def _kernel(inputs: AttentionInputs) -> Any:

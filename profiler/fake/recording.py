@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TypeAlias
 
 from teraio.profiler.fake.fake_mode import KNOWN_DIFFERENCES, fake_tensors
 from teraio.profiler.fake.fake_recorder import FakeRecorder
 from teraio.profiler.fake.gpu_operators import gpu_operators
 from teraio.profiler.fake.refusals import BuildingMode, Refusals
+from teraio.profiler.models import MoeConfig, model_config
+from teraio.profiler.models.sizes import ModelConfig
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.trace_building import build_trace
 from teraio.profiler.training.loop import Training, build_training
@@ -18,6 +21,7 @@ from teraio.profiler.training.setup import TrainingSetup
 from teraio.traces.trace import Trace
 
 Progress = Callable[[str], None]
+Source: TypeAlias = str | ModelConfig | OwnModel
 
 
 def record(
@@ -36,17 +40,18 @@ def record(
     """
     # One's own function is imported here: what a module makes on import must be real.
     source = resolve_model(setup.model)
+    label, (source, differences) = model_label(source), _without_routing(source)
     setup = replace(setup, model=source, micro_batches=micro_batches or setup.micro_batches)
-    is_own = isinstance(source, OwnModel)
+    own = source if isinstance(source, OwnModel) else None
     refusals = Refusals(
         assume_scalars=assume_scalars,
-        unread_values_in=source.unread_values_in if is_own else frozenset(),
+        unread_values_in=own.unread_values_in if own else frozenset(),
     )
     with (
         refusals.explained(),
         fake_tensors(),
         _fake_ranks(setup),
-        source.tracing() if is_own else nullcontext(),
+        own.tracing() if own else nullcontext(),
     ):
         if progress is not None:
             progress("building the model")
@@ -56,9 +61,20 @@ def record(
         recorder = FakeRecorder(bucket_bytes=bucket_bytes, progress=progress, refusals=refusals)
         recorder.names.add_model(training.model)
         recorder.names.add_optimizer(training.optimizer)
-        with recorder, gpu_operators(setup.attention) if is_own else nullcontext():
+        with recorder, gpu_operators(setup.attention) if own else nullcontext():
             _run_iterations(training)
-        return _finish(recorder, setup, refusals)
+        made = _finish(recorder, setup, label)
+    return _with_differences(made, [*refusals.assumptions(), *differences])
+
+
+def _without_routing(source: Source) -> tuple[Source, list[str]]:
+    """Experts chosen by the data have no sizes without it; each then serves as many tokens."""
+    if isinstance(source, OwnModel):
+        return source, []
+    config = model_config(source)
+    if not isinstance(config, MoeConfig):
+        return source, []
+    return replace(config, routing="balanced"), ["every expert serves equally many tokens"]
 
 
 def _fake_ranks(setup: TrainingSetup) -> AbstractContextManager[None]:
@@ -77,16 +93,13 @@ def _run_iterations(training: Training) -> None:
         training.run_iteration()
 
 
-def _finish(recorder: FakeRecorder, setup: TrainingSetup, refusals: Refusals) -> Trace:
-    made = build_trace(recorder, model=model_label(setup.model))
-    metadata = replace(
-        made.metadata,
-        rank=setup.rank,
-        world_size=setup.world_size,
-        known_differences=[
-            *KNOWN_DIFFERENCES,
-            *refusals.assumptions(),
-            *made.metadata.known_differences,
-        ],
+def _finish(recorder: FakeRecorder, setup: TrainingSetup, label: str) -> Trace:
+    made = build_trace(recorder, model=label)
+    return replace(
+        made, metadata=replace(made.metadata, rank=setup.rank, world_size=setup.world_size)
     )
-    return replace(made, metadata=metadata)
+
+
+def _with_differences(made: Trace, differences: list[str]) -> Trace:
+    known = [*KNOWN_DIFFERENCES, *differences, *made.metadata.known_differences]
+    return replace(made, metadata=replace(made.metadata, known_differences=known))

@@ -188,7 +188,7 @@ class Refusals:
         """The innermost module whose code was running, as the model calls it."""
         if self.model is None:
             return ""
-        names = {id(module): name for name, module in self.model.named_modules()}
+        names: dict[int, str] = {id(part): name for name, part in self.model.named_modules()}
         for frame in reversed(frames):
             name = names.get(id(frame.f_locals.get("self")))
             if name is not None:

@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(8, 8), Acting(act)])
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x: Tensor = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
@@ -151,7 +151,7 @@ def test_moving_to_a_gpu_is_refused() -> None:
 
 def test_a_refusal_in_backward_names_the_module_of_the_gradient() -> None:
     with pytest.raises(InputError) as caught:
-        record_acting(lambda x: AsksInBackward.apply(x))
+        record_acting(lambda x: AsksInBackward.apply(x))  # type: ignore[no-untyped-call]
     place = "aten._local_scalar_dense.default in layers.1 (backward, test_fake_refusals.py:"
     assert_one_line(caught.value, place)
 

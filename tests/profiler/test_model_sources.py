@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,13 +187,13 @@ class Alternating(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1
         x = self.embedding(tokens)
-        return (x.relu() if self.calls % 2 else x).mean()
+        loss: Tensor = (x.relu() if self.calls % 2 else x).mean()
+        return loss
 
 
 def test_micro_batches_that_differ_are_all_traced() -> None:
     told: list[str] = []
-    setup = {"sequence": 4, "micro_batches": 6, "progress": told.append}
-    trace = teraio.trace(Alternating, **setup)
+    trace = teraio.trace(Alternating, sequence=4, micro_batches=6, progress=told.append)
     assert (trace.kernels.op == "aten.relu.default").sum() == 3
     assert trace.metadata.traced_micro_batches == 0
     assert "tracing every micro-batch, because they differ" in told
@@ -322,6 +323,12 @@ def test_a_sequence_beyond_the_positions_is_refused() -> None:
         record(setup)
 
 
+def test_experts_serve_equally_many_tokens() -> None:
+    trace = teraio.trace("tiny-moe")
+    assert trace.metadata.model == "tiny-moe"
+    assert "every expert serves equally many tokens" in trace.metadata.known_differences
+
+
 def test_labels_of_models() -> None:
     assert model_label("tiny-llama") == "tiny-llama"
     assert model_label(Net) == f"{Net.__module__}:Net"
@@ -405,10 +412,9 @@ def test_a_fake_trace_of_transformers_equals_the_real_one(
 
 @needs_transformers
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-def test_transformers_recompute(checkpoint: str, config_file: Callable[[str], str]) -> None:
-    options = {"model": config_file("llama"), "sequence": 64, "micro_batch_size": 8}
-    plain = record(TrainingSetup(**options))
-    saving = record(TrainingSetup(**options, checkpoint=checkpoint))
+def test_transformers_recompute(checkpoint: Any, config_file: Callable[[str], str]) -> None:
+    setup = TrainingSetup(model=config_file("llama"), sequence=64, micro_batch_size=8)
+    plain, saving = record(setup), record(replace(setup, checkpoint=checkpoint))
     assert saving.num_kernels > plain.num_kernels
     assert saving.peak_live_bytes < plain.peak_live_bytes
 
