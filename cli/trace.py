@@ -43,7 +43,7 @@ _GPUS = "h100-nvl, h100-sxm, h200, a100-80, l40s, rtx4090 or rtx5090"
 @click.option("--optimizer-implementation", help="fused, foreach or for-loop [fused].")
 @click.option("--clip-norm", type=float, help="Clip gradients to this norm.")
 @click.option("--checkpoint", help="Recompute activations: reentrant or non-reentrant.")
-@click.option("--attention", help="auto, flash, efficient, cudnn or math [auto].")
+@click.option("--attention", help="auto, flash, efficient, cudnn, math or sdpa [auto].")
 @click.option("--compile-blocks", is_flag=True, default=None, help="Each block runs compiled.")
 @click.option("--stages", type=_AT_LEAST_ONE, help="Stages of a 1F1B pipeline [1].")
 @click.option("--stage", type=_RANK, help="Which of them to trace [0].")
