@@ -10,191 +10,81 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
-
-import numpy as np
+from statistics import mean
+from typing import TYPE_CHECKING
 
 from teraio.contracts.drawing import new_figure, save_picture
-from teraio.contracts.hardware import Hardware
-from teraio.profiler.costs.pricing import price
-from teraio.profiler.fake.tracing import trace as fake_trace
-from teraio.traces.characterise import Characteristics, characteristics
-from teraio.traces.idleness import LARGE_BYTES, LONG_SECONDS, Idleness, idleness
-from teraio.traces.lifetimes import active_bytes, inactive_periods
-from teraio.traces.trace import Trace
 from teraio.units import format_bytes, format_seconds
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "paper.md"
-IMAGES = ROOT / "docs" / "images"
-GPU = "h100-nvl"
-HARDWARE = Hardware.preset("paper")
-SSD_BYTES_PER_SECOND = 6.5e9
-"""Of the paper's section 2.1: what one of its SSDs writes."""
-
-ABOVE_100_MB = 10**8
+if TYPE_CHECKING:
+    from benchmarks.paper_document import (
+        IMAGES,
+        operator,
+        percent,
+        renew,
+        span,
+        table,
+        three_digits,
+    )
+    from benchmarks.paper_models import (
+        BERT,
+        HARDWARE,
+        LANGUAGE_MODELS,
+        VARIATIONS,
+        Measured,
+        measure,
+    )
+else:  # A script's own folder is on its path, the repository's root is not.
+    from paper_document import IMAGES, operator, percent, renew, span, table, three_digits
+    from paper_models import BERT, HARDWARE, LANGUAGE_MODELS, VARIATIONS, Measured, measure
 
 BLOCKS = ("claims", "activity", "most-active", "idle", "bert", "variations")
 """The measured blocks of the document, in its order."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model as the paper trains it; it gives the batch, not the size of a micro-batch."""
-
-    model: str
-    title: str
-    batch: int
-    sequence: int
-    micro_batch_size: int
-    stages: int
-    options: Mapping[str, Any] = field(default_factory=dict)
-    variation: str = ""
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one iteration."""
-        return self.batch // self.micro_batch_size
-
-
-LANGUAGE_MODELS = (
-    Setting("llama3-8b", "Llama3-8B", 128, 4096, 2, 2),
-    Setting("llama3-70b", "Llama3-70B", 256, 2048, 4, 2),
-    Setting("gpt2-40b", "GPT2-40B", 16, 1024, 2, 2),
-    Setting("t5-11b", "T5-11B", 64, 512, 4, 1),
-)
-"""Section 2. A T5 has no stages here: its encoder and decoder train on one GPU."""
-
-BERT = Setting("bert-large", "BERT-Large", 64, 512, 64, 1)
-"""The paper gives no batch: this is the largest power of two that an H100 NVL holds."""
-
-
-_BASE = Setting("llama3-8b", "Llama3-8B", 32, 4096, 2, 1)
-
-VARIATIONS = (
-    replace(_BASE, variation="as above: fused AdamW in buckets, memory-efficient attention"),
-    replace(_BASE, variation="micro-batches of 1", micro_batch_size=1),
-    replace(_BASE, variation="micro-batches of 4", micro_batch_size=4),
-    replace(_BASE, variation="AdamW by a loop", options={"optimizer_implementation": "for-loop"}),
-    replace(
-        _BASE,
-        variation="AdamW for all parameters at once",
-        options={"optimizer_implementation": "foreach", "bucket_bytes": 10**15},
-    ),
-    replace(_BASE, variation="attention as matrix products", options={"attention": "math"}),
-    replace(_BASE, variation="bf16 autocast, flash attention", options={"dtype": "bf16"}),
-    replace(_BASE, variation="checkpoints", options={"checkpoint": "non-reentrant"}),
-)
-"""Llama3-8B on one GPU, 16 micro-batches (of 2): what the shares depend on."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one stage's trace shows, at fp32 and with matrix products in TF32."""
-
-    setting: Setting
-    stage: int
-    trace: Trace
-    found: Characteristics
-    above_100_mb: Idleness
-    tf32: Idleness
-    long_periods_that_outlast_the_ssd: float | None
-
-    @property
-    def title(self) -> str:
-        """Model and stage."""
-        stages = self.setting.stages
-        where = f", stage {self.stage} of {stages}" if stages > 1 else ""
-        return self.setting.title + where
-
-
-def measure(setting: Setting, stage: int, folder: Path | None) -> Measured:
-    """Trace one stage (or load its trace) and work out the claims."""
-    trace = _trace_of(setting, stage, folder)
-    return Measured(
-        setting=setting,
-        stage=stage,
-        trace=trace,
-        found=characteristics(trace, HARDWARE),
-        above_100_mb=idleness(trace, ABOVE_100_MB, None),
-        tf32=idleness(price(trace, gpu=GPU, precision="tf32")),
-        long_periods_that_outlast_the_ssd=_outlast_the_ssd(trace),
-    )
-
-
-def _trace_of(setting: Setting, stage: int, folder: Path | None) -> Trace:
-    name = "-".join(filter(None, (setting.model, str(stage), setting.variation)))
-    path = folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}.trace" if folder else None
-    if path is not None and path.exists():
-        return Trace.load(path)
-    print(f"tracing {name}", flush=True)
-    trace = fake_trace(
-        setting.model,
-        sequence=setting.sequence,
-        micro_batch_size=setting.micro_batch_size,
-        micro_batches=setting.micro_batches,
-        stages=setting.stages,
-        stage=stage,
-        gpu=GPU,
-        **setting.options,
-    )
-    # The preset has one GPU, and every rank has one like it.
-    trace = replace(trace, metadata=replace(trace.metadata, rank=0, model=setting.title))
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.save(path)
-    return trace
-
-
-def _outlast_the_ssd(trace: Trace) -> float | None:
-    """Share of the long periods of large storages in which one SSD could write the storage."""
-    periods = inactive_periods(trace)
-    nbytes = trace.storages.nbytes[periods.storage]
-    large = (nbytes >= LARGE_BYTES[0]) & (nbytes <= LARGE_BYTES[1])
-    chosen = large & (periods.seconds >= LONG_SECONDS)
-    outlast = periods.seconds[chosen] >= nbytes[chosen] / SSD_BYTES_PER_SECOND
-    return float(np.mean(outlast)) if len(outlast) else None
 
 
 def claims(models: Sequence[Measured], bert: Measured) -> str:
     """The paper's claims beside ours, one a row."""
     found = [m.found for m in models]
     large = [f.large_storages for f in found]
-    over_time = mean(f.active_time_mean_fraction_of_gpu or 0.0 for f in found)
-    over_kernels = mean(f.active_mean_fraction_of_gpu or 0.0 for f in found)
+    over_time = _mean_of_models(models, "active_time_mean_fraction_of_gpu")
+    over_kernels = _mean_of_models(models, "active_mean_fraction_of_gpu")
     most = max(f.active_max_fraction_of_gpu or 0.0 for f in found)
-    shorter = share_of_bert_within(models, bert, 1 / 100)
+    passes = max(m.most_active(phase)[1] for m in models for phase in ("forward", "backward"))
+    times = [_times_bert(m, bert) for m in models]
+    bert_large = percent(bert.above_100_mb.storage_fraction)
+    bert_large += f" ({percent(bert.above_100_mb_of_1_mb)} of those of 1 MB or more)"
     rows = [
         (
             "active tensors, on average",
             "1.7 % of GPU memory",
-            f"{_percent(over_time, 1)} over time, {_percent(over_kernels, 1)} over kernels",
+            f"{percent(over_time, 1)} over time, {percent(over_kernels, 1)} over kernels",
         ),
-        ("active tensors, at most", "less than 14 %", _percent(most, 1)),
+        (
+            "active tensors, at most",
+            "less than 14 %",
+            f"{percent(passes, 1)} in forward and backward, {percent(most, 1)} in the optimizer",
+        ),
         (
             "tensors of 10 MB to 1 GB idle for more than 10 ms",
             "more than 40 %",
-            _span(one.long_idle_storage_fraction for one in large),
+            span(one.long_idle_storage_fraction for one in large),
         ),
-        ("the same, of those that are ever idle", "", _span(map(_of_those_ever_idle, large))),
-        ("the same, of their idle periods", "", _span(one.long_period_fraction for one in large)),
+        ("the same, of those that are ever idle", "", span(m.ever_idle_fraction for m in models)),
         (
-            "BERT-Large: tensors larger than 100 MB",
-            "48 %",
-            _percent(bert.above_100_mb.storage_fraction),
+            "the same, of the times between two uses",
+            "",
+            span(m.long_fraction_without_tails for m in models),
         ),
+        ("BERT-Large: tensors larger than 100 MB", "48 %", bert_large),
         (
-            "BERT-Large: of these, idle for a hundredth of the language models' time",
-            "more than 60 %",
-            _percent(shorter),
+            "BERT-Large: most of these are idle for shorter times than in the others",
+            "two orders of magnitude",
+            f"{min(times):.0f} to {max(times):.0f} times",
         ),
     ]
-    return _table(("claim", "paper", "here"), rows)
+    return table(("claim", "paper", "here"), rows)
 
 
 def activity_table(measured: Iterable[Measured]) -> str:
@@ -209,8 +99,8 @@ def activity_table(measured: Iterable[Measured]) -> str:
             found.active_mean_fraction_of_gpu,
             found.active_max_fraction_of_gpu,
         )
-        rows.append((m.title, *map(_precise, fractions), _operator(found.active_max_op)))
-    return _table(headings, rows)
+        rows.append((m.title, *map(three_digits, fractions), operator(found.active_max_op)))
+    return table(headings, rows)
 
 
 def idle_table(measured: Iterable[Measured]) -> str:
@@ -221,6 +111,7 @@ def idle_table(measured: Iterable[Measured]) -> str:
         "idle 10 ms: of all",
         "of those ever idle",
         "of periods",
+        "tails aside",
         "in TF32",
         "median period",
         "outlast 6.5 GB/s",
@@ -231,14 +122,15 @@ def idle_table(measured: Iterable[Measured]) -> str:
         shares = (
             large.storage_fraction,
             large.long_idle_storage_fraction,
-            _of_those_ever_idle(large),
+            m.ever_idle_fraction,
             large.long_period_fraction,
+            m.long_fraction_without_tails,
             m.tf32.long_period_fraction,
         )
         period = format_seconds(large.median_period_seconds or 0.0)
-        outlast = _percent(m.long_periods_that_outlast_the_ssd)
-        rows.append((m.title, *map(_percent, shares), period, outlast))
-    return _table(headings, rows)
+        outlast = percent(m.long_fraction_that_outlasts_the_ssd)
+        rows.append((m.title, *map(percent, shares), period, outlast))
+    return table(headings, rows)
 
 
 def variation_table(measured: Iterable[Measured]) -> str:
@@ -255,73 +147,51 @@ def variation_table(measured: Iterable[Measured]) -> str:
         )
         idle = (
             large.long_idle_storage_fraction,
-            _of_those_ever_idle(large),
+            m.ever_idle_fraction,
             large.long_period_fraction,
         )
-        used = (*map(_precise, fractions), _operator(found.active_max_op))
-        rows.append((m.setting.variation, *used, *map(_percent, idle)))
-    return _table(headings, rows)
+        used = (*map(three_digits, fractions), operator(found.active_max_op))
+        rows.append((m.setting.variation, *used, *map(percent, idle)))
+    return table(headings, rows)
 
 
 def bert_table(models: Sequence[Measured], bert: Measured) -> str:
     """Idle periods of storages above 100 MB: BERT-Large beside the language models."""
-    headings = ("model", "iteration", "storages above 100 MB", "median idle period", "of BERT's")
-    base = bert.above_100_mb.median_period_seconds or 1.0
+    headings = ("model", "iteration", "above 100 MB: of all", "of those of 1 MB or more")
+    headings += ("60 % of their periods end within", "times BERT-Large's")
     rows = []
     for m in (*models, bert):
-        period = m.above_100_mb.median_period_seconds or 0.0
-        share = _percent(m.above_100_mb.storage_fraction)
+        large = m.above_100_mb
+        of_all, of_larger = percent(large.storage_fraction), percent(m.above_100_mb_of_1_mb)
+        idle = format_seconds(m.seconds_idle_above_100_mb or 0.0)
         iteration = format_seconds(m.trace.ideal_seconds)
-        rows.append((m.title, iteration, share, format_seconds(period), f"{period / base:.3g} x"))
-    return _table(headings, rows)
+        rows.append((m.title, iteration, of_all, of_larger, idle, f"{_times_bert(m, bert):.3g}"))
+    return table(headings, rows)
 
 
 def most_active_table(measured: Iterable[Measured]) -> str:
     """The operators that use most, once each, forward and backward apart from the optimizer."""
     rows = []
     for m in measured:
-        active, kernels = active_bytes(m.trace), m.trace.kernels
         for phase in ("forward", "backward", "optimizer"):
-            inside = np.flatnonzero(kernels.phase == phase)
-            kernel = inside[np.argmax(active[inside])]
-            used, share = int(active[kernel]), active[kernel] / HARDWARE.gpu[0].memory_bytes
-            op = _operator(kernels.op[kernel])
-            rows.append((m.title, phase, op, format_bytes(used), _percent(share, 1)))
-    return _table(("model", "phase", "operator", "in use", "of the GPU"), rows)
+            kernel, share = m.most_active(phase)
+            used = format_bytes(share * HARDWARE.gpu[0].memory_bytes)
+            op = operator(m.trace.kernels.op[kernel])
+            rows.append((m.title, phase, op, used, percent(share, 1)))
+    return table(("model", "phase", "operator", "in use", "of the GPU"), rows)
 
 
-def share_of_bert_within(models: Sequence[Measured], bert: Measured, factor: float) -> float | None:
-    """Share of BERT's idle periods (above 100 MB) within ``factor`` times the models' median."""
-    usual = median(m.above_100_mb.median_period_seconds or 0.0 for m in models)
-    periods = inactive_periods(bert.trace)
-    large = bert.trace.storages.nbytes[periods.storage] >= ABOVE_100_MB
-    return float(np.mean(periods.seconds[large] <= usual * factor)) if large.any() else None
+def _mean_of_models(measured: Iterable[Measured], name: str) -> float:
+    """Mean of a characteristic over models; each model's is the mean over its stages."""
+    by_model: dict[str, list[float]] = {}
+    for m in measured:
+        by_model.setdefault(m.setting.model, []).append(getattr(m.found, name))
+    return mean(mean(values) for values in by_model.values())
 
 
-def _of_those_ever_idle(large: Idleness) -> float | None:
-    return large.long_idle_storages / large.idle_storages if large.idle_storages else None
-
-
-def _percent(fraction: float | None, digits: int = 0) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.{digits}f} %"
-
-
-def _precise(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.3g} %"
-
-
-def _span(fractions: Iterable[float | None]) -> str:
-    known = [100 * fraction for fraction in fractions if fraction is not None]
-    return f"{min(known):.0f} to {max(known):.0f} %" if known else "-"
-
-
-def _operator(op: str) -> str:
-    return f"`{op.removeprefix('aten.').removesuffix('.default')}`"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _times_bert(measured: Measured, bert: Measured) -> float:
+    """How many times longer the model's storages above 100 MB lie idle than BERT-Large's."""
+    return (measured.seconds_idle_above_100_mb or 0.0) / (bert.seconds_idle_above_100_mb or 1.0)
 
 
 def draw(measured: Sequence[Measured], folder: Path) -> None:
@@ -342,15 +212,6 @@ def draw(measured: Sequence[Measured], folder: Path) -> None:
         below.set_title(m.title, fontsize="medium", pad=36)
     save_picture(active[0, 0], folder / "paper-active.png")
     save_picture(idle[0, 0], folder / "paper-idle.png")
-
-
-def renew(blocks: dict[str, str], document: Path = DOCUMENT) -> None:
-    """Replace the measured blocks of a document; those without a new text stay."""
-    pattern = re.compile(r"(<!-- measured: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-    text = document.read_text()
-    document.write_text(
-        pattern.sub(lambda found: found[1] + blocks.get(found[2], found[3]) + found[4], text)
-    )
 
 
 def main() -> None:

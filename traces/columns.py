@@ -18,7 +18,7 @@ MAX_COLUMNS = 2000
 """Steps drawn at most. More kernels share columns of equal time, by where they start."""
 
 _PHASE_SHADES = {"forward": "#EEF3F8", "backward": "#FBF3E4", "optimizer": "#E8F4EF"}
-_MIN_LABELLED_WIDTH = 0.07
+_LABEL_INCHES = 0.65
 
 
 def first_of_columns(starts: FloatArray) -> IntArray:
@@ -62,8 +62,9 @@ def shade_phases(axes: Axes, trace: Trace, first: IntArray, edges: FloatArray) -
         axes.broken_barh(
             spans, (0, 1), transform=axes.get_xaxis_transform(), color=shade, zorder=0, linewidth=0
         )
+    least = _LABEL_INCHES * axes.figure.dpi / axes.bbox.width * edges[-1]
     for name, left, right in runs:
-        if name in _PHASE_SHADES and right - left > _MIN_LABELLED_WIDTH * edges[-1]:
+        if name in _PHASE_SHADES and right - left > least:
             axes.annotate(
                 name,
                 ((left + right) / 2, 0.98),
