@@ -135,8 +135,8 @@ def idle_table(measured: Iterable[Measured]) -> str:
 
 def variation_table(measured: Iterable[Measured]) -> str:
     """One model trained in other ways: what is in use, and how long the rest is idle."""
-    headings = ("Llama3-8B on one GPU", "in use, over time", "over kernels", "at most", "by")
-    headings += ("idle 10 ms: of all", "of those ever idle", "of periods")
+    headings = ["Llama3-8B on one GPU", "in use, over time", "over kernels", "at most", "by"]
+    headings += ["idle 10 ms: of all", "of those ever idle", "of periods"]
     rows = []
     for m in measured:
         found, large = m.found, m.found.large_storages
@@ -157,8 +157,8 @@ def variation_table(measured: Iterable[Measured]) -> str:
 
 def bert_table(models: Sequence[Measured], bert: Measured) -> str:
     """Idle periods of storages above 100 MB: BERT-Large beside the language models."""
-    headings = ("model", "iteration", "above 100 MB: of all", "of those of 1 MB or more")
-    headings += ("60 % of their periods end within", "times BERT-Large's")
+    headings = ["model", "iteration", "above 100 MB: of all", "of those of 1 MB or more"]
+    headings += ["60 % of their periods end within", "times BERT-Large's"]
     rows = []
     for m in (*models, bert):
         large = m.above_100_mb

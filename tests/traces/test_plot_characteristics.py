@@ -77,7 +77,7 @@ def test_activity_without_capacity_is_in_percent_of_the_peak() -> None:
 def test_axes_span_a_hundredth_percent_to_above_the_peak(capacity_bytes: int) -> None:
     axes = _trace().plot_activity(capacity_bytes)
     assert axes.get_ylim() == (0.01, 300)
-    assert axes.get_xlim() == (0, pytest.approx(120))
+    assert axes.get_xlim() == pytest.approx((0, 120))
     assert _trace().plot_activity(GB).get_ylim()[1] == pytest.approx(660)
 
 
