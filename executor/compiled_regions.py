@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
 from teraio.errors import OffloadWarning
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.patches import Patches
@@ -41,7 +43,7 @@ class CompiledRegionGuard:
     def _guarded(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(graph: Any, inputs: Any) -> Any:
             host = self._host
-            if host.is_idle:
+            if host.is_idle or _is_operator(graph):
                 return original(graph, inputs)
             if not host.is_running:
                 self._warn()
@@ -59,3 +61,9 @@ class CompiledRegionGuard:
                 OffloadWarning,
                 stacklevel=3,
             )
+
+
+def _is_operator(graph: Any) -> bool:
+    """Whether the graph's call is about to reach the active mode as an operator."""
+    is_wrapped: bool = getattr(graph, "_wrap_compiled_regions", False)
+    return is_wrapped and is_in_torch_dispatch_mode()
