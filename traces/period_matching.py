@@ -275,15 +275,20 @@ class _Matching:
         return result
 
     def _check_kept(self, first: IntArray, second: IntArray) -> None:
-        """What neither period frees must live until the same moment, however many there are."""
+        """What neither period frees must live until the same moment, however many there are.
+
+        The last of a series may live for another time than those before (a loop's variable still
+        holds it), if the first period and the one before it show that those do not differ.
+        """
         death, is_full = self._trace.storages.death, self._search.lives_full_cycle
-        is_kept = self._freed_after[first] == MISSING
-        is_other = (is_full[first] != is_full[second]) | (
-            ~is_full[first] & (death[first] != death[second])
-        )
-        rows = second[is_kept & is_other]
-        if len(rows):
-            kernel = int(self._search.origins.kernel[rows].min())
+        before = np.full(len(death), MISSING)
+        rows = np.flatnonzero((self._template != MISSING) & (self._turn == -1))
+        before[self._template[rows]] = death[rows]
+        is_alike = (death[first] == death[second]) | (death[first] == before[first])
+        is_alike = (is_full[first] == is_full[second]) & (is_full[first] | is_alike)
+        is_other = (self._freed_after[first] == MISSING) & ~is_alike
+        if is_other.any():
+            kernel = int(self._search.origins.kernel[second[is_other]].min())
             raise _UnequalError(kernel, "what it creates lives for another time")
 
 

@@ -32,9 +32,10 @@ def micro_batches_to_trace(stages_after: int) -> int:
     ``stages_after``: stages of a 1F1B pipeline after this one, which is how many forwards run
     before the first backward; 0 without a pipeline. Gradients are born in micro-batch 0, so that
     the backward passes of 1 and 2 are the first that can be equal; as many follow in the end as
-    forwards ran ahead.
+    forwards ran ahead. PyTorch's schedule holds the output of the last forward that ran ahead, so
+    that only backward passes after that one's are equal.
     """
-    return stages_after + 3
+    return max(stages_after + 3, 2 * stages_after + 2)
 
 
 def unroll(trace: Trace, micro_batches: int) -> Trace:

@@ -182,10 +182,11 @@ class Habits:
 
     ``losses``: "freed" with the graph, "rebound" when the next one exists, "listed" to the end of
     the iteration, "stacked" there as well, "kept" until the next iteration has its own list, or
-    "hoarded" for ever.
+    "hoarded" for ever; "listed, one held" is listed, but the last is freed after the step.
     ``total``: a running loss, "in place", "anew", or "" for none. ``batches``: "listed" before
     training or "drawn" each time.
-    ``lag``: hidden values of the last so many micro-batches are kept, and read.
+    ``lag``: hidden values of the last so many micro-batches are kept, and read. ``holds_output``:
+    the output of the last forward ahead lives until no forward is left, as in PyTorch's schedule.
     """
 
     stages_after: int = 0
@@ -194,6 +195,7 @@ class Habits:
     total: str = ""
     batches: str = "drawn"
     lag: int = 0
+    holds_output: bool = False
     frees_gradients_at_top: bool = False
     is_sharded: bool = False
 
@@ -224,6 +226,7 @@ class _Script:
         self.losses: list[Piece] = []
         self.total: Piece | None = None
         self.recent: list[Piece] = []
+        self.held: list[Piece] = []
 
     def iteration(self) -> None:
         before = self.losses
@@ -265,6 +268,8 @@ class _Script:
             self.recent.append(value)
         self._loss(m, value)
         tape.kernel("send", "other", None, reads=[value], group="pipeline", peer=0)
+        if habits.holds_output and m == habits.stages_after - 1:
+            self.held = [value]
 
     def _loss(self, m: int, value: Piece) -> None:
         tape, habits = self.tape, self.habits
@@ -310,7 +315,10 @@ class _Script:
                 tape.kernel("scatter", "backward", m, reads=[fresh], group="shard")
             tape.free(grad)
             grad = grad_of_input
-        tape.free(grad, *(p for p in self.saved[m] if p not in self.recent))
+        if m == self.micro_batches - 1 - habits.stages_after:
+            tape.free(*self.held)
+            self.held = []
+        tape.free(grad, *(p for p in self.saved[m] if p not in self.recent + self.held))
         if len(self.recent) > habits.lag:
             tape.free(self.recent.pop(0))
         if not self.batches:
@@ -320,11 +328,13 @@ class _Script:
         tape, habits = self.tape, self.habits
         if habits.losses in ("rebound", "stacked"):
             tape.kernel("log", "other", None, reads=self.losses)
+        if habits.losses == "listed, one held":
+            tape.free(*self.losses[:-1])
         for parameter, gradient in zip(self.parameters, reversed(self.gradients), strict=True):
             tape.kernel("adam", "optimizer", None, reads=[gradient], writes=[parameter])
         if not habits.frees_gradients_at_top:
             self._free_gradients()
-        if habits.losses in ("listed", "stacked"):
+        if habits.losses.startswith(("listed", "stacked")):
             tape.free(*self.losses)
         tape.free(*self.recent)
         self.recent = []

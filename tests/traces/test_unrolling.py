@@ -36,12 +36,14 @@ HABITS = {
     "loss rebound": Habits(losses="rebound"),
     "losses listed": Habits(losses="listed"),
     "losses kept for an iteration": Habits(losses="kept"),
+    "losses listed, one held": Habits(losses="listed, one held"),
     "losses hoarded": Habits(losses="hoarded"),
     "running loss in place": Habits(total="in place"),
     "running loss anew": Habits(total="anew"),
     "batches listed before": Habits(batches="listed"),
     "gradients freed at the top": Habits(frees_gradients_at_top=True, losses="rebound"),
     "sharded": Habits(is_sharded=True),
+    "output held": Habits(holds_output=True),
 }
 
 
@@ -56,7 +58,7 @@ def test_unrolls_from_the_fewest_micro_batches(habits: Habits, stages_after: int
 def test_one_less_than_the_fewest_is_refused(stages_after: int) -> None:
     few = micro_batches_to_trace(stages_after) - 1
     with pytest.raises(InputError, match="trace more micro-batches"):
-        unroll(play(Habits(stages_after=stages_after), few), few + 5)
+        unroll(play(Habits(stages_after=stages_after, holds_output=True), few), few + 5)
 
 
 def test_as_many_as_traced_is_the_trace_itself() -> None:
@@ -204,10 +206,13 @@ def habits() -> st.SearchStrategy[Habits]:
         Habits,
         stages_after=st.integers(0, 4),
         parameters=st.integers(1, 3),
-        losses=st.sampled_from(["freed", "rebound", "listed", "kept", "hoarded"]),
+        losses=st.sampled_from(
+            ["freed", "rebound", "listed", "listed, one held", "kept", "hoarded"]
+        ),
         total=st.sampled_from(["", "in place", "anew"]),
         batches=st.sampled_from(["drawn", "listed"]),
         lag=st.integers(0, 3),
+        holds_output=st.booleans(),
         frees_gradients_at_top=st.booleans(),
         is_sharded=st.booleans(),
     )
