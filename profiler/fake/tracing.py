@@ -83,7 +83,7 @@ def _record(
             progress=progress,
         )
 
-    few = min(setup.micro_batches, micro_batches_to_trace(setup.warmup_forwards))
+    few = min(setup.micro_batches, _fewest_micro_batches(setup))
     try:
         recorded = record_some(few)
         if progress is not None:
@@ -96,6 +96,11 @@ def _record(
     if progress is not None:
         progress("tracing every micro-batch, because they differ")
     return record_some(setup.micro_batches)
+
+
+def _fewest_micro_batches(setup: TrainingSetup) -> int:
+    # 1F1B needs as many as there are stages.
+    return max(micro_batches_to_trace(setup.warmup_forwards), setup.stages)
 
 
 def _sequence_of(model: Any) -> int:
