@@ -2,7 +2,8 @@
 
 Reference models call these themselves (:mod:`teraio.profiler.models.layers`). One's own model calls
 ``functional.scaled_dot_product_attention`` or ``dropout``, which dispatch by device, and a fake
-tensor's is the CPU. So such calls are answered here, before PyTorch chooses.
+tensor's is the CPU. So such calls are answered here, before PyTorch chooses; and so are those that
+autocast widens to float32 on CUDA and not on a CPU.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from teraio.profiler.models.attention import AttentionInputs, attend, automatic_kernel
+from teraio.profiler.models.attention import HALVES, AttentionInputs, attend, automatic_kernel
 from teraio.profiler.models.layers import AttentionKernel, is_virtual
 
 _BATCHED = 4
 """Dimensions that the fused kernels take."""
 
+
+_WIDENED = ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss")
+_WIDENED += ("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "cosine_similarity", "pow", "exp")
+_WIDENED += ("log", "rsqrt", "reciprocal", "norm", "logsumexp", "softplus", "__pow__")
+"""CUDA's autocast computes these in float32 (autocast_mode.h), or what these call."""
 
 _dropout = functional.dropout
 _attention = functional.scaled_dot_product_attention
@@ -38,6 +44,9 @@ def gpu_operators(attention: AttentionKernel | None = None) -> Iterator[None]:
     """
     attend_ = _attention if attention == "sdpa" else _attend
     routes: dict[Any, Callable[..., Any]] = {_dropout: _drop, _drop: _drop, _attention: attend_}
+    for owner in (torch, Tensor, functional):
+        found = (getattr(owner, name, None) for name in _WIDENED)
+        routes |= {function: _widening(function) for function in found if function is not None}
     # PyTorch's own functions look these up by name; other code may have taken them on import.
     with (
         mock.patch.object(functional, "dropout", _drop),
@@ -60,6 +69,24 @@ class _Router(TorchFunctionMode):
         return self._routes.get(func, func)(*args, **(kwargs or {}))
 
 
+def _widening(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in float32 under autocast, as on CUDA."""
+
+    def widened(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(_cast(value, torch.float32) for value in args)
+            kwargs = {name: _cast(value, torch.float32) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return widened
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor in this precision; float64 and all else as it is."""
+    is_cast = isinstance(value, Tensor) and value.dtype in (*HALVES, torch.float32)
+    return value.to(dtype) if is_cast else value
+
+
 def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not is_virtual(input) or not training or inplace or not 0 < p < 1:
         return _dropout(input, p, training, inplace)
@@ -78,6 +105,9 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """As ``functional.scaled_dot_product_attention`` on a GPU."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value, attn_mask = (_cast(x, dtype) for x in (query, key, value, attn_mask))
     inputs = AttentionInputs(query, key, value, is_causal, attn_mask, scale, dropout_p)
     kernel = _kernel(inputs) if is_virtual(query) else None
     if kernel is None or kernel == "sdpa-math":

@@ -64,6 +64,10 @@ _AUTOCAST = (
     "calls torch.autocast('cuda'), which tensors without data do not heed; use "
     "torch.autocast(x.device.type), or leave it to --dtype bf16 (dtype='bf16')"
 )
+_GROUPED = (
+    "PyTorch multiplies groups of matrices without data (experts) in bfloat16 only; take a "
+    f"reference model (mixtral-8x7b), or {_ON_A_GPU}"
+)
 _CONVERSION = (
     "this PyTorch cannot convert a module of tensors without data; call "
     "torch.set_default_dtype before it is made instead"
@@ -79,6 +83,7 @@ _BY_TEXT = (
     ("not linked with support for cuda", _GPU),
     ("not compiled with CUDA enabled", _GPU),
     ("Found no NVIDIA driver", _GPU),
+    ("Expected inputs of BF16 type", _GROUPED),
     ("_apply(): Couldn't swap", _CONVERSION),
 )
 

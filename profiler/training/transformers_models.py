@@ -76,13 +76,13 @@ class TransformersModel(OwnModel):
 
 
 def transformers_model(text: str) -> TransformersModel:
-    """The model of a type, a class, or a config.json (or the folder that holds one).
+    """The model of a type, a class, or a config.json (or the folder that holds one, with a slash).
 
     Raises MissingDependencyError without the library, InputError for what it does not know.
     """
     library = _import_library()
     path = Path(text)
-    if path.suffix == ".json" or path.is_dir():
+    if path.suffix == ".json" or "/" in text:
         config, class_name = _read_config(library, path / "config.json" if path.is_dir() else path)
     elif isinstance(getattr(library, text, None), type):
         config, class_name = _default_config(library, text), text
@@ -143,8 +143,8 @@ def _config_of_type(library: Any, model_type: str) -> Any:
     except ValueError:
         raise InputError(
             f"model transformers:{model_type}: transformers {library.__version__} has no such "
-            "model type or class, and there is no such file; nothing is downloaded: save the "
-            "model's config.json and give its path"
+            "model type or class; nothing is downloaded: save the model's config.json and give its "
+            "path, such as ./config.json"
         ) from None
 
 

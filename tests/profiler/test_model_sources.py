@@ -162,6 +162,19 @@ def test_shared_heads_and_masks_take_the_kernels_that_can(
     assert operator in set(trace.kernels.op)
 
 
+def test_autocast_is_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It narrows products and attention, and widens norms and softmax, which a CPU's does not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trace = record(setup_of(Net, dtype="bf16"))
+    of_operator = dict(zip(trace.kernels.op, trace.kernels.call, strict=True))
+    texts = {op: trace.calls.arguments[call] for op, call in of_operator.items()}
+    assert "bfloat16" in texts["aten._scaled_dot_product_flash_attention.default"]
+    assert "bfloat16" in texts["aten.addmm.default"]
+    for op in ("aten.native_layer_norm.default", "aten._log_softmax.default"):
+        assert "bfloat16" not in texts[op]
+        assert "float32" in texts[op]
+
+
 def test_a_model_may_be_converted_and_initialised_as_usual() -> None:
     def make() -> nn.Module:
         model = Net()
