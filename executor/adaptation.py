@@ -5,7 +5,6 @@ from __future__ import annotations
 from teraio.contracts.plan import Plan
 from teraio.executor.landing import Landing, land
 from teraio.executor.observation import Observation
-from teraio.profiler.dispatch import KernelCall
 
 
 class Adaptation:
@@ -14,7 +13,8 @@ class Adaptation:
     Kernels that stand in the place of others in the first iteration are believed at once, whatever
     else differs when two iterations in a row are the same: a message now and then comes and goes.
 
-    ``landing`` is what the run follows now, None for the plan as it is. ``is_settled``: an
+    ``observation``: of the iteration under way, None while there is nothing to learn; ``landing``:
+    what the run follows now, None for the plan as it is. ``is_settled``: an
     iteration has gone by it from end to end, so that whatever differs now is no substitution.
     ``num_unlearnt`` counts iterations in a row that differed, the first of the run aside.
     """
@@ -24,29 +24,19 @@ class Adaptation:
         self.is_settled = False
         self.num_unlearnt = 0
         self._plan = plan
-        self._observation: Observation | None = self._new_observation()
+        self.observation: Observation | None = self._new_observation()
         self._kernels_before: int | None = None
-
-    @property
-    def may_learn(self) -> bool:
-        """Whether the iteration under way is observed."""
-        return self._observation is not None
-
-    def note(self, call: KernelCall, *, in_optimizer: bool) -> None:
-        """A kernel has run."""
-        if self._observation is not None:
-            self._observation.note(call, in_optimizer=in_optimizer)
 
     def end_iteration(self, *, is_cold: bool, is_clean: bool) -> Landing | None:
         """How the run should go on, if otherwise than before.
 
         ``is_cold``: no plan was followed yet; ``is_clean``: every kernel was the expected one.
         """
-        observation, self._observation = self._observation, None
+        observation, self.observation = self.observation, None
         if is_clean:
             self.is_settled, self.num_unlearnt, self._kernels_before = True, 0, None
             return None
-        self._observation = self._new_observation()
+        self.observation = self._new_observation()
         if observation is None or not self._is_believed(observation, is_cold=is_cold):
             return None
         landing = land(self._plan, observation, is_cold=is_cold)

@@ -84,7 +84,9 @@ def differing_blocks(
 
 
 def find_beginning(planned: Sequence[Hashable], run: Sequence[Hashable], section: Block) -> int:
-    """Where in the run a section begins that anything may precede; its start if it is not found."""
+    """The first kernel of a run that is surely of a section that anything may precede; where the
+    run's section starts if there is none.
+    """
     places: dict[tuple[Hashable, ...], int] = {}
     for place in range(section.run_start, section.run_stop - _LONG_WINDOW + 1):
         places.setdefault(tuple(run[place : place + _LONG_WINDOW]), place)
@@ -92,7 +94,7 @@ def find_beginning(planned: Sequence[Hashable], run: Sequence[Hashable], section
     for start in range(first, min(first + _REACH, section.planned_stop)):
         found = places.get(tuple(planned[start : start + _LONG_WINDOW]))
         if found is not None:
-            return max(section.run_start, found - (start - first))
+            return found
     return section.run_start
 
 

@@ -104,13 +104,13 @@ class ExecutorMode(KernelMode):
     def on_view(self, state: StorageState) -> None:
         self._begin_kernel()
         holding = self._holding(state)
-        if self._moves.has_late_prefetches:
+        if self._moves.late_prefetches:
             self._moves.before_view(holding)
         self.residency.require((holding,))
 
     def before_kernel(self, call: KernelCall) -> None:
         self._begin_kernel()
-        if self._moves.has_late_prefetches:
+        if self._moves.late_prefetches:
             self._moves.retry_prefetches()
         self._compare_with_plan(call)
         self._clock += 1
@@ -159,8 +159,8 @@ class ExecutorMode(KernelMode):
         self.log.memory(residency.used_bytes)
         if is_planned:
             self._moves.after_kernel(kernel)
-        if self.adaptation.may_learn:
-            self.adaptation.note(call, in_optimizer=self.in_optimizer)
+        if self.adaptation.observation is not None:
+            self.adaptation.observation.note(call, in_optimizer=self.in_optimizer)
         position.end_kernel()
         self._has_begun = False
 
@@ -323,7 +323,8 @@ class ExecutorMode(KernelMode):
             return
         self._has_begun = True
         self.residency.bury()
-        self._moves.issue_late_offloads()
+        if self._moves.late_offloads:
+            self._moves.issue_late_offloads()
         kernel = self.residency.kernel = self._planned_kernel
         if self.position.state is RunState.FOLLOWING and kernel < self.schedule.num_kernels:
             self._moves.before_kernel(kernel)

@@ -18,20 +18,18 @@ class PlannedMoves:
     def __init__(self, schedule: Schedule, residency: Residency, binding: Binding) -> None:
         self.schedule = schedule
         self.num_found = 0
-        self.has_late_prefetches = False
         self._residency = residency
         self._binding = binding
-        self._late_prefetches: list[Holding] = []
-        self._late_offloads: list[PlannedMove] = []
+        self.late_prefetches: list[Holding] = []
+        self.late_offloads: list[PlannedMove] = []
 
     def issue_late_offloads(self) -> None:
         """Who held their places died after the kernel: the user's reference outlived it."""
-        if self._late_offloads:
-            late, self._late_offloads = self._late_offloads, []
-            for move in late:
-                holding = self._binding.holding(move.storage)
-                if holding is not None:
-                    self._offload(move, holding)
+        late, self.late_offloads = self.late_offloads, []
+        for move in late:
+            holding = self._binding.holding(move.storage)
+            if holding is not None:
+                self._offload(move, holding)
 
     def before_kernel(self, kernel: int) -> None:
         """Frees, then prefetches."""
@@ -45,18 +43,16 @@ class PlannedMoves:
         for move in prefetches:
             holding = self._binding.holding(move.storage)
             if holding is not None and not residency.prefetch(holding, reserved_bytes):
-                self._late_prefetches.append(holding)
-                self.has_late_prefetches = True
+                self.late_prefetches.append(holding)
 
     def before_view(self, holding: Holding) -> None:
         """Beside a view nothing is created yet, so its prefetch may fit already."""
-        if holding in self._late_prefetches and self._residency.prefetch(holding, 0):
-            self._late_prefetches.remove(holding)
+        if holding in self.late_prefetches and self._residency.prefetch(holding, 0):
+            self.late_prefetches.remove(holding)
 
     def retry_prefetches(self) -> None:
         """What found no room at a view may find it at the kernel: storages die in between."""
-        late, self._late_prefetches = self._late_prefetches, []
-        self.has_late_prefetches = False
+        late, self.late_prefetches = self.late_prefetches, []
         residency = self._residency
         residency.bury()
         reserved_bytes = self.schedule.need_bytes[residency.kernel]
@@ -71,14 +67,13 @@ class PlannedMoves:
             if holding is not None:
                 self.num_found += 1
                 if not self._offload(move, holding):
-                    self._late_offloads.append(move)
+                    self.late_offloads.append(move)
 
     def end_iteration(self, *, is_on_plan: bool) -> int:
         """Give up what is late, offloads too unless all went by the plan; offloads found."""
-        self._late_prefetches.clear()
-        self.has_late_prefetches = False
+        self.late_prefetches.clear()
         if not is_on_plan:
-            self._late_offloads.clear()
+            self.late_offloads.clear()
         found, self.num_found = self.num_found, 0
         return found
 

@@ -83,5 +83,5 @@ def test_sections() -> None:
 def test_the_beginning_among_anything() -> None:
     """Model initialisation before the first iteration, whose first kernels are others."""
     planned, run = list("abcdefghijklmnop"), list("zzzzzabzzABcdefghijklmnop")
-    assert find_beginning(planned, run, Block(0, len(planned), 0, len(run))) == 9
+    assert find_beginning(planned, run, Block(0, len(planned), 0, len(run))) == 11
     assert find_beginning(planned, list("z" * 30), Block(0, len(planned), 0, 30)) == 0
