@@ -27,9 +27,11 @@ _BATCHED = 4
 """Dimensions that the fused kernels take."""
 
 
-_WIDENED = ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss")
-_WIDENED += ("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "cosine_similarity", "pow", "exp")
-_WIDENED += ("log", "rsqrt", "reciprocal", "norm", "logsumexp", "softplus", "__pow__")
+_WIDENED: tuple[str, ...] = (
+    *("layer_norm", "group_norm", "softmax", "log_softmax", "logsumexp", "softplus", "norm"),
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
+    *("cosine_similarity", "pow", "__pow__", "exp", "log", "rsqrt", "reciprocal"),
+)
 """CUDA's autocast computes these in float32 (autocast_mode.h), or what these call."""
 
 _dropout = functional.dropout
