@@ -53,8 +53,13 @@ def _is_virtual(model: nn.Module) -> bool:
 
 def _compiler_options(*, is_virtual: bool) -> dict[str, Any]:
     if is_virtual:
-        from teraio.profiler.fake.compiled_regions import compile_without_code
-
+        try:
+            from teraio.profiler.fake.compiled_regions import compile_without_code
+        except (ImportError, AttributeError) as error:
+            raise InputError(
+                f"compile_blocks: teraio knows the compiler of torch 2.9 to 2.13, not that of "
+                f"{torch.__version__}; trace without compiled blocks"
+            ) from error
         return {"backend": compile_without_code}
     return {"options": {"wrap_inductor_compiled_regions": True}}
 

@@ -62,17 +62,17 @@ class _RegionOperator(HigherOrderOperator):
     """
 
     def __init__(self) -> None:
-        super().__init__("teraio_fake_region")
+        super().__init__("teraio_fake_region")  # type: ignore[no-untyped-call]
 
     def __call__(self, region: FakeRegion, inputs: list[Any]) -> Any:
-        return super().__call__(region, inputs)
+        return super().__call__(region, inputs)  # type: ignore[no-untyped-call]
 
     def __str__(self) -> str:
         return "inductor_compiled_code"
 
 
 _run_region = _RegionOperator()
-_run_region.fallthrough(torch._C.DispatchKey.AutogradCPU)
+_run_region.fallthrough(torch._C.DispatchKey.AutogradCPU)  # type: ignore[no-untyped-call]
 
 
 @_run_region.py_impl(FakeTensorMode)
@@ -85,9 +85,11 @@ def compile_without_code(graph: GraphModule, inputs: Sequence[Any]) -> Callable[
     """A backend of ``torch.compile`` for fake tensors: TorchInductor's, but for the code."""
     from torch._inductor.compile_fx import compile_fx
 
+    inductor: Any = compile_fx
     # The cache is keyed by the graph, not by who generates the code: it might hold real code.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, inputs, inner_compile=_make_region)
+        compiled: Callable[..., Any] = inductor(graph, inputs, inner_compile=_make_region)
+    return compiled
 
 
 def _make_region(graph: GraphModule, inputs: Sequence[Any], **_: Any) -> FakeRegion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from teraio.profiler.fake.fake_recorder import FakeRecorder
 from teraio.profiler.fake.recording import record
 from teraio.profiler.fake.region_outputs import OutputLayout
 from teraio.profiler.models import build_model, model_config
+from teraio.profiler.recorder import Recorder
+from teraio.profiler.trace_building import build_trace
 from teraio.profiler.training import TrainingSetup, build_training
 from teraio.traces.trace import Trace
 
@@ -88,6 +91,26 @@ def test_a_fake_trace_equals_the_real_one_of_generated_code() -> None:
     for options in ({"micro_batches": 2}, {"checkpoint": "non-reentrant"}):
         setup = compiled_setup(**options)
         assert_same(record(setup), record_real(setup))
+
+
+@pytest.mark.gpu
+def test_a_fake_trace_equals_the_one_of_a_gpu() -> None:
+    """Measured for all of Llama 3.2 3B on an H200; here two of its blocks."""
+    sizes = model_config("llama3.2-3b", layers=2, vocabulary=4096)
+    options: dict[str, Any] = {"sequence": 2048, "micro_batch_size": 2, "dtype": "bf16"}
+    setup = TrainingSetup(model=sizes, attention="auto", compile_blocks=True, **options)
+    fake = record(setup)
+    training = build_training(setup, "cuda")
+    recorder = Recorder(device_type="cuda")
+    recorder.names.add_model(training.model)
+    with recorder:
+        for _ in range(6):
+            training.run_iteration()
+    real = build_trace(recorder)
+    assert fake.kernels.op.tolist() == real.kernels.op.tolist()
+    assert (fake.kernels.signature == real.kernels.signature).all()
+    # What libraries hold for good is seen on a GPU alone.
+    assert births(fake) == [row for row in births(real) if "untracked" not in row]
 
 
 def test_a_block_is_one_kernel_forwards_and_one_backwards(trace: Trace) -> None:
@@ -177,6 +200,14 @@ def test_a_block_whose_sizes_depend_on_data_is_named() -> None:
         tokens = torch.zeros(2, 8, dtype=torch.long)
         with pytest.raises(InputError, match=r"^blocks.0: cannot be compiled .* data-dependent"):
             model(tokens, tokens)
+
+
+def test_a_compiler_that_teraio_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "teraio.profiler.fake.compiled_regions", None)
+    with fake_tensors():
+        model = build_model("tiny-llama", layers=1)
+        with pytest.raises(InputError, match=r"^compile_blocks: teraio knows the compiler of"):
+            compile_blocks(model)
 
 
 def test_compiled_blocks_would_hide_collectives_of_tensor_parallelism() -> None:
