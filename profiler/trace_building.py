@@ -148,20 +148,27 @@ def _group_sequences(collectives: list[Any]) -> list[int]:
 
 
 def _name_unnamed(cycle: Cycle) -> None:
-    """Name persistent storages that have no name by where the iteration first meets them."""
+    """Name persistent storages that have no name by where the iteration first meets them, and list
+    them in that order, whatever an earlier iteration met first.
+    """
     taken: set[str] = set()
     for row in cycle.rows:
         if row.is_persistent and row.name in taken:
             row.name = ""
         taken.add(row.name)
+    unnamed: list[Row] = []
     kernel = position = -1
     for at, row, _ in cycle.access_rows:
         kernel, position = (at, position + 1) if at == kernel else (at, 0)
         if row.is_persistent and not row.name:
             row.name = f"unnamed:{kernel}.{position}"
-    untouched = (row for row in cycle.rows if row.is_persistent and not row.name)
-    for number, row in enumerate(untouched):
+            unnamed.append(row)
+    for number, row in enumerate(r for r in cycle.rows if r.is_persistent and not r.name):
         row.name = f"untouched:{number}"
+    moved = set(map(id, unnamed))
+    rest = [row for row in cycle.rows if id(row) not in moved]
+    first_mortal = next((i for i, row in enumerate(rest) if not row.is_persistent), len(rest))
+    cycle.rows = rest[:first_mortal] + unnamed + rest[first_mortal:]
 
 
 def _set_kinds(cycle: Cycle, kernels: Kernels) -> None:

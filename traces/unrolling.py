@@ -53,7 +53,21 @@ def unroll(trace: Trace, micro_batches: int) -> Trace:
         raise InputError(
             f"unroll: micro_batches: {micro_batches} is less than the {traced} traced; trace fewer"
         )
+    needed = micro_batches_to_trace(_forwards_ahead(trace.kernels))
+    if traced < needed:
+        raise InputError(
+            f"unroll: {traced} micro-batches were traced, but only {needed} or more tell how this "
+            "schedule goes on; trace more micro-batches"
+        )
     return _Unrolling(trace, find_period(trace), micro_batches - traced).unrolled()
+
+
+def _forwards_ahead(kernels: Kernels) -> int:
+    """Micro-batches whose forward pass begins before any backward pass, beyond the first."""
+    backward = np.flatnonzero(kernels.phase == "backward")
+    before = slice(0, backward[0] if len(backward) else len(kernels))
+    begun = kernels.micro_batch[before][kernels.phase[before] == "forward"]
+    return max(len(np.unique(begun[begun != MISSING])) - 1, 0)
 
 
 class _Unrolling:
@@ -70,6 +84,7 @@ class _Unrolling:
         self._added = copies * period.length
         self._num_old = len(trace.storages)
         self._num_kernels = trace.num_kernels + self._added
+        self._is_unnamed = trace.is_persistent & (period.origins.kernel != MISSING)
         first = period.first
         self._rank = np.full(self._num_old, MISSING)
         self._rank[first] = np.arange(len(first))
@@ -153,15 +168,21 @@ class _Unrolling:
 
     def _names(self) -> TextArray:
         """Names, of which those of unnamed persistent storages tell their first access."""
-        origins, is_persistent = self._period.origins, self._trace.is_persistent
         names: TextArray = self._trace.storages.name[self._source]
-        met_first = self._at_turn(origins.kernel)
-        # Copies are made from the second period's accesses.
-        like = np.where(self._turn == 0, self._source, self._second_of[self._source])
-        is_moved = is_persistent & (origins.kernel != MISSING)
-        for number in np.flatnonzero(is_moved[self._source]):
-            names[number] = f"{UNNAMED}{met_first[number]}.{origins.position[like[number]]}"
+        met_first, like = self._met_first(), self._accessed_like()
+        for number in np.flatnonzero(self._is_unnamed[self._source]):
+            position = self._period.origins.position[like[number]]
+            names[number] = f"{UNNAMED}{met_first[number]}.{position}"
         return names
+
+    def _met_first(self) -> IntArray:
+        """New kernel of the birth, or of the first access of an unnamed storage, by number."""
+        return self._at_turn(self._period.origins.kernel)
+
+    def _accessed_like(self) -> IntArray:
+        """Old row whose accesses a number has: copies are made from the second period's."""
+        result: IntArray = np.where(self._turn == 0, self._source, self._second_of[self._source])
+        return result
 
     def _order(self) -> IntArray:
         """Numbers in the order of a recording: a copy stands where the second period begins.
@@ -178,7 +199,14 @@ class _Unrolling:
         copied = self._source[self._num_old :]
         place[self._num_old :] = second_begins[section[self._second_of[copied]]]
         turn = np.where(self._turn == 0, self._copies + 1, self._turn)
-        result: IntArray = np.lexsort((self._source, turn, place))
+        within = self._source.copy()
+        # Persistent storages without a name stand together, in the order of first accesses.
+        unnamed = np.flatnonzero(self._is_unnamed[self._source])
+        if len(unnamed):
+            place[unnamed] = position[self._is_unnamed].min()
+            turn[unnamed] = self._met_first()[unnamed]
+            within[unnamed] = self._period.origins.position[self._accessed_like()[unnamed]]
+        result: IntArray = np.lexsort((within, turn, place))
         return result
 
     def _deaths(self, birth: IntArray) -> IntArray:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.traces.micro_batch_programs import ITERATIONS, Piece, Tape, schedule
 
 from teraio.traces.trace import Trace
+from teraio.traces.unrolling import micro_batches_to_trace
 
 MAX_LAG = 2
 
@@ -62,7 +63,8 @@ class Program:
         # Where a storage of the warm-up belongs is known if its kernel's micro-batch is.
         is_labelled = all(o.is_labelled for o in operations)
         warm_up = self.stages_after if is_labelled else 2 * self.stages_after + 1
-        return warm_up + 3 + max(lags, default=0)
+        fewest = warm_up + 3 + max(lags, default=0)
+        return max(fewest, micro_batches_to_trace(self.stages_after))
 
 
 def programs() -> st.SearchStrategy[Program]:
