@@ -181,8 +181,9 @@ class Habits:
     """What a made-up training script does.
 
     ``losses``: "freed" with the graph, "rebound" when the next one exists, "listed" to the end of
-    the iteration, "stacked" there as well, "kept" until the next iteration has its own list, or
-    "hoarded" for ever; "listed, one held" is listed, but the last is freed after the step.
+    the iteration ("listed, one held": the last is freed after the step), "stacked" there as well
+    ("stacked, chained": each is made from the one before), "kept" until the next iteration has its
+    own list ("kept, logged": and read when that begins), or "hoarded" for ever.
     ``total``: a running loss, "in place", "anew", or "" for none. ``batches``: "listed" before
     training or "drawn" each time.
     ``lag``: hidden values of the last so many micro-batches are kept, and read. ``holds_output``:
@@ -231,7 +232,8 @@ class _Script:
     def iteration(self) -> None:
         before = self.losses
         self.losses = []
-        self.tape.kernel("begin", "other", None, makes=[(4, "temporary")])
+        logged = before if self.habits.losses == "kept, logged" else []
+        self.tape.kernel("begin", "other", None, reads=logged, makes=[(4, "temporary")])
         self.tape.free(self.tape.pieces[-1])
         if self.habits.frees_gradients_at_top:
             self._free_gradients()
@@ -240,7 +242,7 @@ class _Script:
                 self._forward(micro_batch)
             else:
                 self._backward(micro_batch)
-        if self.habits.losses == "kept":
+        if self.habits.losses.startswith("kept"):
             self.tape.free(*before)
         self._step()
 
@@ -273,7 +275,10 @@ class _Script:
 
     def _loss(self, m: int, value: Piece) -> None:
         tape, habits = self.tape, self.habits
-        (loss,) = tape.kernel("loss", "forward", m, reads=[value], makes=[(4, "temporary")])
+        before = self.losses[-1:] if habits.losses == "stacked, chained" else []
+        (loss,) = tape.kernel(
+            "loss", "forward", m, reads=[value, *before], makes=[(4, "temporary")]
+        )
         if habits.losses == "rebound":
             tape.free(*self.losses)
             self.losses = []
@@ -326,7 +331,7 @@ class _Script:
 
     def _step(self) -> None:
         tape, habits = self.tape, self.habits
-        if habits.losses in ("rebound", "stacked"):
+        if habits.losses.startswith(("rebound", "stacked")):
             tape.kernel("log", "other", None, reads=self.losses)
         if habits.losses == "listed, one held":
             tape.free(*self.losses[:-1])

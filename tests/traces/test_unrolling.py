@@ -104,8 +104,9 @@ def test_fewer_than_traced_is_refused() -> None:
         unroll(play(Habits(), 3), 2)
 
 
-def test_a_kernel_over_all_micro_batches_is_refused() -> None:
-    trace = play(Habits(losses="stacked"), 4)
+@pytest.mark.parametrize("losses", ["stacked", "stacked, chained"])
+def test_a_kernel_over_all_micro_batches_is_refused(losses: str) -> None:
+    trace = play(Habits(losses=losses), 4)
     with pytest.raises(InputError) as caught:
         unroll(trace, 7)
     assert str(caught.value) == (
@@ -113,6 +114,11 @@ def test_a_kernel_over_all_micro_batches_is_refused() -> None:
         "micro-batch, so that it depends on their number; trace directly as many micro-batches as "
         "wanted"
     )
+
+
+def test_a_kernel_over_all_micro_batches_of_the_iteration_before_is_refused() -> None:
+    with pytest.raises(InputError, match=r"kernel 0 \(begin .* one storage of every micro-batch"):
+        unroll(play(Habits(losses="kept, logged"), 4), 7)
 
 
 def changed(trace: Trace, table: str, column: str, row: int, value: Any) -> Trace:
@@ -180,6 +186,15 @@ def test_another_argument_in_the_last_micro_batch_is_refused() -> None:
     row = int(np.flatnonzero((trace.accesses.kernel == kernel) & (weights == "weight0"))[0])
     with pytest.raises(InputError, match=r"mm0.*it touches storages of another origin"):
         unroll(changed(trace, "accesses", "storage", row, 1), 5)
+
+
+def test_a_storage_of_the_micro_batch_before_in_place_of_its_own_is_refused() -> None:
+    trace = play(Habits(total="in place", losses="listed"), 3)
+    kernels = [row_of(trace, "add_", number) for number in (0, 1)]
+    rows = [int(np.flatnonzero(trace.accesses.kernel == kernel)[0]) for kernel in kernels]
+    loss = trace.accesses.storage[rows[0]]
+    with pytest.raises(InputError, match="it touches storages of another origin"):
+        unroll(changed(trace, "accesses", "storage", rows[1], loss), 5)
 
 
 def test_other_numbers_of_collectives_are_refused() -> None:
