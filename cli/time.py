@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 @trace_argument
 @output_option("The timing file to write, e.g. h200.timings; what it holds already is kept.")
 @click.option("--device", default="cuda", show_default=True, help="What to time on: cuda or cpu.")
-@click.option(
-    "--precision", help="fp32, tf32 or bf16 [default: fp32 or bf16, as the trace's products are]."
-)
+@click.option("--precision", help="fp32, tf32 or bf16 [default: the trace's].")
 def time(
     reporter: Reporter, trace: Path, output: Path, device: str, precision: str | None
 ) -> Result:
@@ -47,7 +45,7 @@ def time(
 
     loaded = Trace.load(trace)
     known = Timings.load(output) if output.exists() else None
-    precision = precision or default_precision(loaded.calls)
+    precision = precision or loaded.metadata.precision or default_precision(loaded.calls)
     began = perf_counter()
     with reporter.progress("Timing") as progress:
         timings = time_kernels(

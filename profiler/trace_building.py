@@ -20,7 +20,7 @@ from teraio.profiler.pace import meet_pace
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.segments import Segment
 from teraio.profiler.workspace import warn_of_unknown_workspace
-from teraio.traces.trace import Calls, Kernels, Storages, Trace, TraceMetadata
+from teraio.traces.trace import UNTRACKED, Calls, Kernels, Storages, Trace, TraceMetadata
 
 
 def build_trace(recorder: Recorder, *, model: str = "") -> Trace:
@@ -209,7 +209,7 @@ def _storages(recorder: Recorder, rows: list[Row]) -> Storages:
             description = (tensor.nbytes, tensor.kind, tensor.name)
             columns.append((*description, *nowhere, _dtype_name(tensor.dtype), tensor.resizable))
     if recorder.untracked_bytes:
-        columns.append((recorder.untracked_bytes, "buffer", "untracked", *nowhere, None, False))
+        columns.append((recorder.untracked_bytes, "buffer", UNTRACKED, *nowhere, None, False))
     return Storages.from_rows(
         [
             (number, nbytes, recorder.allocated_bytes(nbytes), *rest)

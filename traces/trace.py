@@ -39,6 +39,9 @@ KINDS = (
     "temporary",
 )
 SOURCES = ("measured", "fake", "imported")
+UNTRACKED = "untracked"
+"""Name of the buffer that stands for memory of the allocator's that no tensor has: workspaces that
+cuBLAS keeps for itself. The last row of a trace, so that dropping it renumbers nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +143,8 @@ class TraceMetadata:
     host's own clock (a CPU that plays the GPU): measured as what watching added.
     ``traced_micro_batches`` is how many were recorded of an unrolled trace (0: all).
 
+    ``precision``: fp32, tf32 or bf16, in which kernels that were not measured were priced.
+
     ``known_differences`` lists how a trace that was not measured departs from a real run.
     """
 
@@ -158,6 +163,7 @@ class TraceMetadata:
     optimizer: str = ""
     optimizer_implementation: str = ""
     attention_kernel: str = ""
+    precision: str = ""
     known_differences: list[str] = field(default_factory=list)
 
 

@@ -35,7 +35,8 @@ class GpuSpec:
     """One GPU: memory (bytes, bytes per second), peaks in FLOP/s by precision.
 
     ``link_rate`` is what collectives move in one direction, in bytes per second. A kernel takes
-    ``launch_seconds`` on the device however little it does.
+    ``launch_seconds`` on the device however little it does. ``library_bytes``: what cuBLAS and
+    cuBLASLt keep for themselves.
     """
 
     name: str
@@ -46,7 +47,12 @@ class GpuSpec:
     peak: Mapping[str, float]
     efficiencies: Efficiencies
     launch_seconds: float = 2e-6
+    library_bytes: int = 2 * 8_519_680
 
+
+# PyTorch gives both libraries a workspace of 32 MiB each on Hopper (measured on one H200, where the
+# allocator holds just so much that no tensor has), elsewhere of 8,519,680 bytes (":4096:2:16:8").
+HOPPER_LIBRARY_BYTES = 2 * 32 * 2**20
 
 # Measured on one H200 with torch 2.11 and CUDA 13, random data: means over the kernels of one
 # training iteration of llama3.2-3b (3 sequences of 2,048), by the time they take. Products of
@@ -87,6 +93,7 @@ _GPUS = (
             "fp16": 835.5 * TERA,
         },
         efficiencies=TRANSFERRED,
+        library_bytes=HOPPER_LIBRARY_BYTES,
     ),
     GpuSpec(
         name="h100-sxm",
@@ -96,6 +103,7 @@ _GPUS = (
         link_rate=450 * GB,
         peak=_H100_SXM_PEAK,
         efficiencies=TRANSFERRED,
+        library_bytes=HOPPER_LIBRARY_BYTES,
     ),
     # NVIDIA H200 data sheet: compute as H100 SXM5, 141 GB at 4.8 TB/s, NVLink 900 GB/s.
     GpuSpec(
@@ -106,6 +114,7 @@ _GPUS = (
         link_rate=450 * GB,
         peak=_H100_SXM_PEAK,
         efficiencies=H200_EFFICIENCIES,
+        library_bytes=HOPPER_LIBRARY_BYTES,
     ),
     # NVIDIA A100 data sheet, 80 GB SXM column: 2,039 GB/s, NVLink 600 GB/s.
     GpuSpec(

@@ -55,7 +55,7 @@ def time_kernels(
     return time_calls(
         trace.calls,
         device=device,
-        precision=precision or default_precision(trace.calls),
+        precision=precision or trace.metadata.precision or default_precision(trace.calls),
         counts=np.bincount(call[call != MISSING], minlength=len(trace.calls)),
         known=timings,
         progress=progress,

@@ -19,7 +19,7 @@ from teraio.profiler.costs.gpus import GpuSpec, as_gpu
 from teraio.profiler.costs.roofline import roofline_seconds
 from teraio.profiler.costs.timings import Timing, Timings, as_timings
 from teraio.profiler.cuda_clock import SYNCHRONISING, follow_host
-from teraio.traces.trace import Kernels, Trace, as_trace
+from teraio.traces.trace import UNTRACKED, Kernels, Storages, Trace, as_trace
 
 _NOTE = "times: "
 """How the lines begin that pricing adds to a trace's known differences."""
@@ -61,16 +61,22 @@ def price(
     priced = replace(
         kernels, duration_seconds=durations, gap_before_seconds=gaps, workspace_bytes=workspace
     )
-    note = _describe(priced, spec, precision, found, known)
+    note = _describe(priced, spec, found, known)
     kept = [n for n in trace.metadata.known_differences if not n.startswith(_NOTE)]
-    metadata = replace(trace.metadata, known_differences=[*kept, note])
-    return replace(trace, kernels=priced, metadata=metadata)
+    metadata = replace(trace.metadata, precision=precision, known_differences=[*kept, note])
+    storages = _with_library_memory(trace, spec) if trace.metadata.source == "fake" else None
+    return replace(trace, kernels=priced, metadata=metadata, storages=storages or trace.storages)
 
 
-def priced_precision(trace: Trace) -> str | None:
-    """The precision in which the trace was last priced; None if it never was."""
-    notes = (n for n in trace.metadata.known_differences if n.startswith(_NOTE))
-    return next((note.removeprefix(_NOTE).partition(";")[0] for note in notes), None)
+def _with_library_memory(trace: Trace, gpu: GpuSpec) -> Storages:
+    """Storages with what the GPU's libraries keep for themselves, as a measured trace has it."""
+    storages = trace.storages
+    kept = storages.take(~(trace.is_persistent & (storages.name == UNTRACKED)))
+    nowhere, nbytes = (None, None, None), gpu.library_bytes
+    row = (len(kept), nbytes, nbytes, "buffer", UNTRACKED, *nowhere, None, False)
+    added = Storages.from_rows([row])
+    columns = [column.name for column in Storages.COLUMNS]
+    return Storages(**{name: np.r_[getattr(kept, name), getattr(added, name)] for name in columns})
 
 
 def _find_timings(trace: Trace, timings: Timings | None, precision: str) -> dict[int, Timing]:
@@ -111,7 +117,6 @@ def _workspace_bytes(kernels: Kernels, found: dict[int, Timing]) -> IntArray:
 def _describe(
     kernels: Kernels,
     gpu: GpuSpec,
-    precision: str,
     found: dict[int, Timing],
     timings: Timings | None,
 ) -> str:
@@ -125,7 +130,7 @@ def _describe(
     if timings is not None:
         parts = [(f"measured on {timings.machine.describe()}", is_timed), *parts]
     told = [_share(kernels, what, chosen) for what, chosen in parts if np.any(chosen)]
-    return f"{_NOTE}{precision}; {'; '.join(told)}"
+    return f"{_NOTE}{'; '.join(told)}"
 
 
 def _share(kernels: Kernels, what: str, chosen: BoolArray) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from teraio.errors import InputError
 from teraio.profiler.costs.gpus import GpuSpec, as_gpu
-from teraio.profiler.costs.pricing import price, priced_precision
+from teraio.profiler.costs.pricing import price
 from teraio.profiler.costs.timings import Timings, as_timings
 from teraio.profiler.fake.recording import Progress, record
 from teraio.profiler.models import MODELS
@@ -121,7 +121,7 @@ def _price_again(
             f"{next(iter(given))}: {path} is recorded already; only gpu, timings and dtype can "
             "be changed"
         )
-    before = priced_precision(saved) or "fp32"
+    before = saved.metadata.precision or "fp32"
     if dtype is not None and (dtype == "bf16") != (before == "bf16"):
         raise InputError(
             f"dtype: {path} was recorded in {before}; its kernels are others in {dtype}: "

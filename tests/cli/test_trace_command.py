@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
 
@@ -80,7 +81,8 @@ def test_trace_writes_a_trace_and_says_what_it_is(
     assert data["file"] == "t.trace"
     assert data["notes"] == saved.metadata.known_differences
     assert any("without a GPU" in note for note in data["notes"])
-    assert any(note.startswith("times: fp32;") for note in data["notes"])
+    assert any(note.startswith("times: ") for note in data["notes"])
+    assert saved.metadata.precision == "fp32"
     assert saved.metadata.micro_batches == 2
 
 
@@ -115,13 +117,14 @@ def test_a_saved_trace_gets_the_times_of_another_gpu(
     again = teraio_json("trace", "a.trace", "-o", "b.trace", "--gpu", "rtx4090", "--dtype", "tf32")
     a, b = Trace.load(folder / "a.trace"), Trace.load(folder / "b.trace")
     assert again["ideal_seconds"] > first["ideal_seconds"]
-    assert a.storages.equals(b.storages)
+    everything = np.arange(len(a.storages) - 1)  # but what the GPU's libraries keep
+    assert a.storages.take(everything).equals(b.storages.take(everything))
     assert a.kernels.op.tolist() == b.kernels.op.tolist()
     (times,) = (note for note in again["notes"] if note.startswith("times: "))
-    assert times.startswith("times: tf32;")
     assert "rtx4090" in times
-    third = teraio_json("trace", "b.trace", "-o", "c.trace", "--gpu", "h100-nvl")
-    assert any(note.startswith("times: tf32;") for note in third["notes"])
+    assert b.metadata.precision == "tf32"
+    teraio_json("trace", "b.trace", "-o", "c.trace", "--gpu", "h100-nvl")
+    assert Trace.load(folder / "c.trace").metadata.precision == "tf32"
 
 
 @pytest.mark.parametrize(

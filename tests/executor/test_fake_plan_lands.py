@@ -17,6 +17,7 @@ from teraio.contracts.plan import Plan
 from teraio.errors import DriftError, InputError
 from teraio.executor.execution import RunReport
 from teraio.planner.policies.evict_everything import evict_everything
+from teraio.profiler.costs.pricing import price
 from teraio.profiler.fake.recording import record
 from teraio.profiler.training.loop import build_training
 from teraio.profiler.training.setup import TrainingSetup, reference_setup
@@ -262,7 +263,8 @@ def test_lands_on_a_gpu(attention: Any) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         sizes = {"layers": 3, "sequence": 512, "micro_batch_size": 4, "dtype": "bf16"}
-        trace = fake_trace(setup_of("bench-0.7b", attention=attention, **sizes))
+        recorded = fake_trace(setup_of("bench-0.7b", attention=attention, **sizes))
+        trace = price(recorded, gpu="h200", precision="bf16")
         budget_bytes = trace.peak_allocated_bytes * 6 // 10
         hardware = Hardware.preset("h200").with_budgets(gpu_memory=budget_bytes, host_memory="16GB")
         plan = teraio.plan(trace, hardware)

@@ -60,7 +60,8 @@ def test_without_timings_the_roofline_prices_all_and_no_gaps_are_left(trace: Tra
     assert not priced.kernels.gap_before_seconds.any()
     assert of_call[0] > of_call[2] == 0
     note = priced.metadata.known_differences[-1]
-    assert note.startswith("times: fp32; 8 kernels of 3 calls")
+    assert priced.metadata.precision == "fp32"
+    assert note.startswith("times: 8 kernels of 3 calls")
     assert note.endswith("by the roofline of h200")
 
 
@@ -142,3 +143,15 @@ def test_what_cannot_be_priced_is_refused(small_trace: Trace, trace: Trace) -> N
         price(trace, gpu="h200", precision="int8")
     with pytest.raises(InputError, match="gpu: 'b200'"):
         price(trace, gpu="b200", precision="fp32")
+
+
+def test_what_libraries_keep_is_in_a_fake_trace_once(trace: Trace) -> None:
+    fake = replace(trace, metadata=replace(trace.metadata, source="fake"))
+    once = price(fake, gpu="a100-80", precision="fp32")
+    twice = price(once, gpu="h200", precision="fp32")
+    for priced, gpu in ((once, "a100-80"), (twice, "h200")):
+        last = priced.storages.take(np.array([len(priced.storages) - 1]))
+        assert len(priced.storages) == len(fake.storages) + 1
+        assert last.name.tolist() == ["untracked"]
+        assert last.nbytes.tolist() == [GPUS[gpu].library_bytes]
+        assert not last.resizable.any()
