@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,10 +29,35 @@ def compile_blocks(model: nn.Module) -> int:
         )
     is_virtual = _is_virtual(model)
     options = _compiler_options(is_virtual=is_virtual)
+    copies: dict[FunctionType, FunctionType] = {}
     for name, block in blocks:
-        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **options)
+        forward = _with_own_code(block.forward, copies)
+        compiled = torch.compile(forward, fullgraph=True, dynamic=False, **options)
         block.forward = _naming_failures(compiled, name, is_virtual=is_virtual)
     return len(blocks)
+
+
+def _with_own_code(
+    method: Callable[..., Any], copies: dict[FunctionType, FunctionType]
+) -> Callable[..., Any]:
+    """The method with a code object of this model's blocks.
+
+    The compiler keeps what it compiled by code object, and refuses the ninth variant of one: the
+    blocks of a ninth model of the same class, say, or of the same one on longer sequences.
+    """
+    function = getattr(method, "__func__", None)
+    if not isinstance(method, MethodType) or not isinstance(function, FunctionType):
+        return method
+    if function not in copies:
+        copy = copies[function] = FunctionType(
+            function.__code__.replace(),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copies[function], method.__self__)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -71,7 +97,7 @@ def _naming_failures(
 
     ``is_virtual``: the block chooses its kernels as for the GPU that fake tensors stand for.
     """
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +107,11 @@ def _naming_failures(
         except TorchDynamoException as error:
             raise InputError(
                 f"{name}: cannot be compiled as one region: {_reason(error)}"
+            ) from error
+        except FailOnRecompileLimitHit as error:
+            raise InputError(
+                f"{name}: was called with inputs of too many shapes to compile each; raise "
+                "torch._dynamo.config.recompile_limit"
             ) from error
         finally:
             layers.compiles_virtual = before

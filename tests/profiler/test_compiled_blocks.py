@@ -171,6 +171,23 @@ def test_modes_come_and_go_without_compiling_again(monkeypatch: pytest.MonkeyPat
     assert len(made) == 2, "three blocks, one graph forwards, one backwards"
 
 
+def test_models_of_one_class_do_not_use_up_each_others_variants() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        short, long = (record(compiled_setup(sequence=length)) for length in (16, 32))
+    assert regions(short) == regions(long)
+    assert short.kernels.op.tolist() == long.kernels.op.tolist()
+
+
+def test_a_block_with_inputs_of_too_many_shapes_is_named() -> None:
+    with fake_tensors(), torch._dynamo.config.patch(recompile_limit=1):
+        model = nn.Module()
+        model.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        compile_blocks(model)
+        model.blocks[0](torch.ones(2, 4))
+        with pytest.raises(InputError, match=r"^blocks.0: was called with inputs of too many"):
+            model.blocks[0](torch.ones(3, 4))
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(InputError, match="Linear keeps no blocks"):
         compile_blocks(nn.Linear(2, 2))
