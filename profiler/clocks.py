@@ -138,6 +138,43 @@ class HostClock:
         return times
 
 
+class NoTimes:
+    """Times of kernels that never ran: 0 throughout."""
+
+    def durations_and_gaps_seconds(self, operators: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+        """See :class:`SegmentTimes`."""
+        return np.zeros(len(operators)), np.zeros(len(operators))
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class NoClock:
+    """For operators that compute nothing: how long they take says nothing of a kernel."""
+
+    stream = 0
+
+    def exclude(self, seconds: float) -> None:
+        """See :class:`Clock`."""
+
+    def pass_view(self) -> None:
+        """See :class:`Clock`."""
+
+    def start(self, kind: Hashable) -> None:
+        """See :class:`Clock`."""
+
+    def stop(self) -> float:
+        """See :class:`Clock`."""
+        return perf_counter()
+
+    def cancel(self) -> None:
+        """See :class:`Clock`."""
+
+    def take(self) -> NoTimes:
+        """See :class:`Clock`."""
+        return NoTimes()
+
+
 class _PassingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

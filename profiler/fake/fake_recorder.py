@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from teraio.profiler.clocks import NoClock
 from teraio.profiler.dispatch import KernelCall
 from teraio.profiler.fake.refusals import SCALAR, Place, Refusals, current_line
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
@@ -30,6 +31,7 @@ class FakeRecorder(Recorder):
             device_type="cpu", bucket_bytes=bucket_bytes, progress=progress, describe_calls=True
         )
         self.recording.give_up_workspace()
+        self._clock = NoClock()
         self._refusals = refusals or Refusals()
 
     @property

@@ -34,8 +34,8 @@ def record(
 ) -> Trace:
     """The trace of an iteration of so many micro-batches (default: the setup's).
 
-    Its kernels' times mean nothing: see :mod:`teraio.profiler.costs.pricing`. ``assume_scalars``:
-    code that asks for the value of a tensor is told 1, and the trace says where. Raises InputError,
+    Its kernels take no time: see :mod:`teraio.profiler.costs.pricing`. ``assume_scalars``: code
+    that asks for the value of a tensor is told 1, and the trace says where. Raises InputError,
     which names operator and module, for what fake tensors cannot do.
     """
     # One's own function is imported here: what a module makes on import must be real.

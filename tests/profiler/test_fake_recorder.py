@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from teraio.errors import InputError
+from teraio.profiler.clocks import dispatch_overhead_seconds
 from teraio.profiler.fake.recording import record
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.trace_building import build_trace
@@ -118,6 +119,14 @@ def test_every_kernel_has_its_call_and_every_call_a_kernel() -> None:
     assert np.array_equal(np.unique(trace.kernels.call), np.arange(len(trace.calls)))
     assert (trace.calls.op[trace.kernels.call] == trace.kernels.op).all()
     assert len(trace.calls) < trace.num_kernels / 4
+
+
+def test_what_never_ran_takes_no_time_and_times_nothing_for_later_recordings() -> None:
+    dispatch_overhead_seconds.cache_clear()
+    trace = record(reference_setup("tiny-llama", options={}))
+    assert not trace.kernels.duration_seconds.any()
+    assert not trace.kernels.gap_before_seconds.any()
+    assert dispatch_overhead_seconds.cache_info().currsize == 0
 
 
 def test_calls_survive_saving(tmp_path: Any) -> None:
