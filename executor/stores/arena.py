@@ -78,7 +78,9 @@ def _map(nbytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise StoreError(f"host: cannot map {nbytes} bytes: {error.strerror}") from None
+        raise StoreError(
+            f"host: cannot map {nbytes} bytes: {error.strerror}; give a smaller --host-memory"
+        ) from None
     # A forked data loader would turn pages under a DMA transfer into copies of themselves.
     mapping.madvise(mmap.MADV_DONTFORK)
     if hasattr(mmap, "MADV_HUGEPAGE"):

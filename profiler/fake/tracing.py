@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,27 @@ def trace(
         options |= {"sequence": sequence, "micro_batch_size": micro_batch_size}
         options |= {"assume_scalars": assume_scalars, "bucket_bytes": bucket_bytes or None}
         return _price_again(Path(model), gpu, timings, options)
-    setup = make_setup(
-        resolve_model(model),
-        sequence=_sequence_of(model) if sequence is None else sequence,
-        micro_batch_size=1 if micro_batch_size is None else micro_batch_size,
-        **options,
-    )
-    recorded = _record(setup, assume_scalars, bucket_bytes, progress)
+    with _exits_refused(model):
+        setup = make_setup(
+            resolve_model(model),
+            sequence=_sequence_of(model) if sequence is None else sequence,
+            micro_batch_size=1 if micro_batch_size is None else micro_batch_size,
+            **options,
+        )
+        recorded = _record(setup, assume_scalars, bucket_bytes, progress)
     return price(recorded, gpu=gpu, precision=setup.dtype, timings=timings)
+
+
+@contextlib.contextmanager
+def _exits_refused(model: Any) -> Iterator[None]:
+    """One's own code that ends the process would end the command as if all were well."""
+    try:
+        yield
+    except SystemExit as error:
+        raise InputError(
+            f"model {model_label(model)}: its code ends the process (sys.exit({error.code!r})); "
+            'leave that to what runs under `if __name__ == "__main__"`'
+        ) from error
 
 
 def is_saved_trace(model: Any) -> bool:

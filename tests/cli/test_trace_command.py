@@ -18,6 +18,8 @@ pytest.importorskip("torch", reason="tracing needs torch")
 Run = Callable[..., Result]
 
 OWN = """
+import sys
+
 import torch
 from torch import nn
 
@@ -56,6 +58,7 @@ def plain(): return Net()
 def asking(): return net(Asking())
 def selecting(): return net(Selecting())
 def failing(): return net(Failing())
+def leaving(): sys.exit(0)
 """
 
 
@@ -174,6 +177,10 @@ BROKEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a shape depends on values": (
         ("my_nets:selecting", *NOT_A_REFERENCE, "--assume-scalars"),
         ("aten.index.Tensor in gate (forward, my_nets.py:", "teraio profile"),
+    ),
+    "code that ends the process": (
+        ("my_nets:leaving", *NOT_A_REFERENCE),
+        ("model my_nets:leaving: its code ends the process (sys.exit(0))",),
     ),
     "unknown GPU": (("tiny-llama", "--gpu", "abacus"), ("gpu: 'abacus' is not one of",)),
     "unknown precision": (("tiny-llama", "--dtype", "fp8"), ("dtype: 'fp8' is not one of",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.output import (
+    check_replaceable,
     is_teraio_output,
     previous_path,
     recover_directory,
@@ -36,6 +38,20 @@ def test_an_older_output_is_replaced(small_trace: Trace, tmp_path: Path) -> None
     small_trace.save(path)
     assert Trace.load(path).metadata.model == "small"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.trace"]
+
+
+@pytest.mark.parametrize("replacing", [replacing_file, replacing_directory])
+def test_what_the_system_does_not_create_is_named(replacing: Any, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 250)
+    with pytest.raises(InputError, match=r"x: nothing can be written to .* \(File name too long"):
+        replacing(path).__enter__()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_not_writable_is_refused_at_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(InputError, match="cannot be written to"):
+        check_replaceable(tmp_path / "t.trace")
 
 
 def break_off(file: Path) -> None:

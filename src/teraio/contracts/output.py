@@ -36,8 +36,21 @@ def check_replaceable(path: Path) -> None:
     """Raise InputError unless ``path`` is free or holds a teraio output, and its parent exists."""
     if not path.parent.is_dir():
         raise InputError(f"{path}: the folder {path.parent} does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{path}: the folder {path.parent} cannot be written to")
     if (path.exists() or path.is_symlink()) and not is_teraio_output(path):
         raise InputError(f"{path}: exists and was not written by teraio; not replaced")
+
+
+@contextmanager
+def _refusals_named(path: Path) -> Iterator[None]:
+    """The system's refusal to create something beside ``path``, as InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{path}: nothing can be written to {path.parent} ({error.strerror})"
+        ) from None
 
 
 @contextmanager
@@ -47,7 +60,10 @@ def replacing_file(path: Path) -> Iterator[Path]:
     Raises InputError as :func:`check_replaceable`. On an exception nothing is left behind.
     """
     check_replaceable(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    with _refusals_named(path):
+        handle, name = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent
+        )
     os.close(handle)
     temporary = Path(name)
     try:
@@ -69,7 +85,8 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     never came.
     """
     check_replaceable(path)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    with _refusals_named(path):
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         yield temporary
         for file in temporary.iterdir():
