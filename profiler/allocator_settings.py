@@ -27,8 +27,14 @@ def exact_blocks(device_type: str) -> Iterator[None]:
         yield
         return
     prefix = f"{given}," if given else ""
-    torch.cuda.memory._set_allocator_settings(f"{prefix}expandable_segments:True")
+    _set(f"{prefix}expandable_segments:True")
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings(f"{prefix}expandable_segments:False")
+        _set(f"{prefix}expandable_segments:False")
+
+
+def _set(settings: str) -> None:
+    # Newer versions have one function for all accelerators, and warn of the other.
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (newer or torch.cuda.memory._set_allocator_settings)(settings)

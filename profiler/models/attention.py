@@ -121,6 +121,13 @@ def _prefers_cudnn() -> bool:
     return torch.cuda.get_device_capability()[0] in (9, 10) and version >= CUDNN_SINCE
 
 
+@cache
+def _cudnn_rounds_dropout() -> bool:
+    """Whether PyTorch keeps other dropouts away from cuDNN; 2.11 does not (seen on an H200)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) > (2, 11)
+
+
 def obstacles(kernel: AttentionKernel, attention: AttentionInputs) -> list[str]:
     """What keeps a fused kernel from running these inputs: nothing, if it can.
 
@@ -149,7 +156,7 @@ def _rules(kernel: AttentionKernel, attention: AttentionInputs) -> dict[str, boo
                 head % 8 == 0 and head <= CUDNN_LARGEST_HEAD
             ),
             f"a dropout of {attention.dropout} is no multiple of 1/16": (
-                (attention.dropout * 16).is_integer()
+                not _cudnn_rounds_dropout() or (attention.dropout * 16).is_integer()
             ),
             "it needs more than one key": keys > 1,
             "it is not deterministic, as torch.use_deterministic_algorithms asks": (
@@ -161,6 +168,7 @@ def _rules(kernel: AttentionKernel, attention: AttentionInputs) -> dict[str, boo
     return {
         f"it takes float16, bfloat16 and float32, not {dtype}": dtype in (*HALVES, torch.float32),
         f"a head of {head} is no multiple of {multiple}": head % multiple == 0,
+        "rows of its bias must be contiguous": bias is None or bias.stride(-1) == 1,
     }
 
 

@@ -140,7 +140,8 @@ class RelativeBias(nn.Module):
         device = self.weight.weight.device
         positions = torch.arange(length, device=device)
         bias: Tensor = self.weight(self._bucket(positions[None, :] - positions[:, None]))
-        bias = bias.permute(2, 0, 1)[None]
+        # Fused kernels take no bias whose rows are scattered; PyTorch would store all scores.
+        bias = bias.permute(2, 0, 1)[None].contiguous()
         if self.is_decoder:
             bias = bias.masked_fill(future_mask(length, device), -torch.inf)
         return bias
