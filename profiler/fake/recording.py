@@ -64,7 +64,9 @@ def record(
         with recorder, gpu_operators(setup.attention) if own else nullcontext():
             _run_iterations(training)
         made = _finish(recorder, setup, label)
-    return _with_differences(made, [*refusals.assumptions(), *differences])
+    return _with_differences(
+        made, [*refusals.assumptions(), *differences, *_operators_of_cpus(made)]
+    )
 
 
 def _without_routing(source: Source) -> tuple[Source, list[str]]:
@@ -98,6 +100,13 @@ def _finish(recorder: FakeRecorder, setup: TrainingSetup, label: str) -> Trace:
     return replace(
         made, metadata=replace(made.metadata, rank=setup.rank, world_size=setup.world_size)
     )
+
+
+def _operators_of_cpus(made: Trace) -> list[str]:
+    """One line for each operator that no GPU has (recurrent layers of oneDNN, attention)."""
+    names = dict.fromkeys(made.kernels.op.tolist())
+    chosen = [name for name in names if "mkldnn" in name or "_for_cpu" in name]
+    return [f"{name} is the CPU's; a GPU runs another and keeps other memory" for name in chosen]
 
 
 def _with_differences(made: Trace, differences: list[str]) -> Trace:

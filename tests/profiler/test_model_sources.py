@@ -76,6 +76,18 @@ def classify(
     return lambda: (Classifier(wrap), make_batch)
 
 
+class Recurrent(Net):
+    """PyTorch runs it by an operator that only CPUs have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(self.embedding(tokens))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
 def setup_of(model: Any, **options: Any) -> TrainingSetup:
     return TrainingSetup(model=model, sequence=8, micro_batch_size=2, **options)
 
@@ -452,3 +464,11 @@ def test_positions_of_transformers_end(config_file: Callable[[str], str]) -> Non
     setup = TrainingSetup(model=config_file("gpt2"), sequence=65, micro_batch_size=1)
     with pytest.raises(InputError, match="knows 64 positions, got 65"):
         record(setup)
+
+
+def test_an_operator_that_no_gpu_has_is_told() -> None:
+    made = record(setup_of(Recurrent))
+    notes = [note for note in made.metadata.known_differences if "is the CPU's" in note]
+    operators = sorted(note.split(".")[1] for note in notes)
+    assert operators == ["mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"]
+    assert set(notes).isdisjoint(record(setup_of(Net)).metadata.known_differences)
