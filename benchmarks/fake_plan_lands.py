@@ -75,11 +75,12 @@ def _train(setup: TrainingSetup, options: argparse.Namespace, plan: Plan | None)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     training = build_training(setup, options.device)
+    result: dict[str, Any] = {}
     if plan is None:
-        result = {"seconds": _laps(training, options)}
+        result["seconds"] = _laps(training, options)
     else:
         with teraio.execute(plan, training.model, training.optimizer) as run:
-            result = {"seconds": _laps(training, options)}
+            result["seconds"] = _laps(training, options)
         result |= {name: getattr(run.report, name) for name in _REPORTED}
     result["max_memory_allocated"] = torch.cuda.max_memory_allocated() if is_gpu else 0
     result["checksum"] = [int(p.detach().view(torch.int32).sum()) for p in _all(training)]
