@@ -75,7 +75,9 @@ def _reached_flops(operator: str, text: str, arguments: Any, gpu: GpuSpec, preci
     kind = product_precision(operator, text, precision) or _PRECISION_OF_DTYPE.get(dtype, "fp32")
     is_attention = base_name(operator) in IS_CAUSAL_POSITION
     shares = gpu.efficiencies.attention if is_attention else gpu.efficiencies.matrix
-    return gpu.peak[kind] * shares[kind]
+    # TF32 is allowed, not ordered: where it is no faster (GeForce), libraries keep to float32.
+    kinds = ("tf32", "fp32") if kind == "tf32" else (kind,)
+    return max(gpu.peak[kind] * shares[kind] for kind in kinds)
 
 
 def _memory_share(operator: str, arguments: Any, gpu: GpuSpec) -> float:

@@ -74,6 +74,15 @@ def test_precision_decides_about_float32_products_and_operands_about_the_others(
     assert half["tf32"] == half["fp32"] == half["bf16"] < single["tf32"]
 
 
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+def test_no_gpu_is_slower_for_being_allowed_less_precision(gpu: GpuSpec) -> None:
+    single, tf32 = (
+        seconds("aten.mm.default", SQUARES, flops=PRODUCT, precision=precision, gpu=gpu)
+        for precision in ("fp32", "tf32")
+    )
+    assert seconds("aten.mm.default", HALVES, flops=PRODUCT, gpu=gpu) < tf32 <= single
+
+
 PEAKS = ("fp32", "tf32", "bf16")
 
 
