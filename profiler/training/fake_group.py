@@ -39,15 +39,15 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         )
     if not 0 <= rank < world_size:
         raise InputError(f"rank: must be in 0..{world_size - 1}, got {rank}")
+    report_uncaught = sys.excepthook  # PyTorch puts one in its place that prints the rank.
     distributed.init_process_group("fake", store=_make_store(), rank=rank, world_size=world_size)
     try:
         with contextlib.ExitStack() as stack:
-            stack.callback(FakeTensorMode.cache_clear)
             _take_measures(stack)
-            FakeTensorMode.cache_clear()
             yield
     finally:
         distributed.destroy_process_group()
+        sys.excepthook = report_uncaught
 
 
 # [Note: measures] PyTorch takes fake tensors for a compiler at work and then does other things than
@@ -60,6 +60,7 @@ def _measures() -> Iterator[contextlib.AbstractContextManager[Any]]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _sharding_prop
 
+    yield _forgetting()
     # Meshes compute with the numbers of their ranks, which fake tensors do not have.
     yield mock.patch.object(DeviceMesh, "__init__", _outside_fake_mode(DeviceMesh.__init__))
     # Distributed tensors learn shapes from fake ones of their own: those of the caller are kernels.
@@ -77,6 +78,31 @@ def _measures() -> Iterator[contextlib.AbstractContextManager[Any]]:
     yield mock.patch.object(
         distributed.ProcessGroup, "send", _holding(distributed.ProcessGroup.send)
     )
+
+
+@contextlib.contextmanager
+def _forgetting() -> Iterator[None]:
+    """Nothing that PyTorch has learnt about tensors of one group serves another.
+
+    Meshes of two ranks count as equal, so a distributed tensor of the second would otherwise talk
+    to the groups of the first.
+    """
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    FakeTensorMode.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    learnt: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    learnt.cache.cache_clear()
+    # PyTorch 2.10 and later remember the same a second time.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _outside_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:

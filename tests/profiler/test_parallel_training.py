@@ -236,6 +236,17 @@ def test_all_kinds_of_parallelism_go_together() -> None:
     assert sizes[1] / 4 < sizes[0] < sizes[1] / 3.9
 
 
+def test_each_rank_talks_to_its_own_groups_after_another_was_traced() -> None:
+    """PyTorch takes the meshes of two ranks for equal, and remembers what it did with the first."""
+    report_uncaught = sys.excepthook
+    together = {"tensor_parallel": 2, "data_parallel": 2}
+    traces = [record_fake(**together, data_parallel_rank=rank) for rank in range(2)]
+    ops = [trace.kernels.op.tolist() for trace in traces]
+    assert any("all_reduce" in op for op in ops[0])
+    assert ops[0] == ops[1]
+    assert sys.excepthook is report_uncaught
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
