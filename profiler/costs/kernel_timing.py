@@ -20,12 +20,13 @@ import torch
 from teraio.contracts.table import MISSING, IntArray
 from teraio.errors import InputError, OffloadWarning
 from teraio.profiler.costs.arguments import MATRIX_PRODUCTS, PRECISIONS, base_name
-from teraio.profiler.costs.measuring import Measured, Meter, make_meter, product_precision_of
+from teraio.profiler.costs.measuring import Measured, Meter, make_meter
 from teraio.profiler.costs.regions import REGION, make_region
 from teraio.profiler.costs.remaking import MadeCall, make_call
 from teraio.profiler.costs.sustained import HeavyCall, sustained_seconds
 from teraio.profiler.costs.timed_machine import describe_machine
 from teraio.profiler.costs.timings import Key, Timing, Timings, as_timings, keys_of
+from teraio.profiler.product_precision import product_precision_of
 from teraio.traces.trace import Calls, Trace, as_trace
 
 Progress = Callable[[float | str], None]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -123,17 +122,6 @@ def num_copies(moved_bytes: int) -> int:
     if moved_bytes < _CACHE_BYTES // (2 * _MAX_COPIES):
         return 1
     return max(1, min(_MAX_COPIES, math.ceil(_CACHE_BYTES / moved_bytes)))
-
-
-@contextmanager
-def product_precision_of(precision: str) -> Iterator[None]:
-    """TF32 for float32 matrix products inside, or not; as it was afterwards."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _wall_seconds(call: MadeCall) -> float:

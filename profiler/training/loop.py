@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from teraio.profiler.fake.compiled_blocks import compile_blocks
 from teraio.profiler.models import model_config
+from teraio.profiler.product_precision import product_precision_of
 from teraio.profiler.training.model_sources import (
     MakeBatch,
     build_source,
@@ -40,7 +41,7 @@ class Training:
 
     def run_iteration(self, micro_batches: int | None = None) -> None:
         """All micro-batches (or so many), then clipping, the optimizer's step, and no gradients."""
-        with matrix_product_precision(self.setup.dtype):
+        with product_precision_of(self.setup.dtype):
             self._run_micro_batches(micro_batches or self.setup.micro_batches)
             self._clip()
             self.optimizer.step()
@@ -127,14 +128,3 @@ def autocast(dtype: Precision, device: torch.device) -> Iterator[None]:
         return
     with torch.autocast(device.type, dtype=torch.bfloat16):
         yield
-
-
-@contextlib.contextmanager
-def matrix_product_precision(dtype: Precision) -> Iterator[None]:
-    """TF32 for float32 matrix products on a GPU, or not."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

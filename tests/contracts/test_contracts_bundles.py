@@ -189,7 +189,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not Parquet": (lambda f: f.write_text("hello"), "not readable as Parquet"),
     "missing": (lambda f: f.unlink(), "kernels.parquet: missing; the bundle is incomplete"),
     "another kind": (lambda f: edit_block(f, kind="plan"), "holds a plan, not a trace"),
-    "newer format": (lambda f: edit_block(f, format_version=9), "format version 9 is not"),
+    "newer format": (
+        lambda f: edit_block(f, format_version=9),
+        "version 9 is not 2, which this teraio reads; update teraio",
+    ),
     "another hash": (lambda f: edit_block(f, hash="0"), "belongs to another save"),
     "no block": (
         lambda f: rewrite(f, lambda t: t.replace_schema_metadata({})),

@@ -15,13 +15,14 @@ from teraio.profiler import time_kernels
 from teraio.profiler.costs import kernel_timing
 from teraio.profiler.costs.calls import describe_arguments
 from teraio.profiler.costs.kernel_timing import default_precision, time_calls
-from teraio.profiler.costs.measuring import Measured, num_copies, product_precision_of
+from teraio.profiler.costs.measuring import Measured, num_copies
 from teraio.profiler.costs.pricing import price
 from teraio.profiler.costs.remaking import MadeCall, make_call
 from teraio.profiler.costs.sustained import HeavyCall, plays_of, spread
 from teraio.profiler.costs.timed_machine import describe_machine
 from teraio.profiler.costs.timings import Timings
 from teraio.profiler.fake.recording import record
+from teraio.profiler.product_precision import product_precision_of
 from teraio.profiler.training import TrainingSetup
 from teraio.profiler.training.setup import Precision
 from teraio.traces.trace import Calls, Trace

@@ -132,11 +132,12 @@ def _read_file(file: Path) -> tuple[Any, dict[str, Any]]:
 def _check_block(block: dict[str, Any], first: dict[str, Any], kind: str, file: Path) -> None:
     if block.get("kind") != kind:
         raise InputError(f"{file}: holds a {block.get('kind')}, not a {kind}")
-    version = FORMAT_VERSIONS[kind]
-    if block.get("format_version") != version:
+    version, found = FORMAT_VERSIONS[kind], block.get("format_version")
+    if found != version:
+        is_newer = isinstance(found, int) and found > version
+        remedy = "update teraio" if is_newer else f"make the {kind} anew"
         raise InputError(
-            f"{file}: format version {block.get('format_version')} "
-            f"is not {version}, which this teraio reads; make the {kind} anew"
+            f"{file}: format version {found} is not {version}, which this teraio reads; {remedy}"
         )
     if block.get("hash") != first.get("hash"):
         raise InputError(f"{file}: belongs to another save than the files beside it (hash differs)")
