@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 
+from teraio.contracts.drawing import save_picture
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.output import (
     check_replaceable,
@@ -158,7 +160,17 @@ def test_recovery_does_nothing_where_nothing_is_missing(small_trace: Trace, tmp_
 def test_outputs_are_known_by_their_mark(small_trace: Trace, tmp_path: Path) -> None:
     small_trace.save(tmp_path / "t.trace")
     Hardware.preset("g10").save(tmp_path / "h.toml")
-    (tmp_path / "notes.txt").write_text("nothing of the sort")
     assert is_teraio_output(tmp_path / "t.trace")
     assert is_teraio_output(tmp_path / "h.toml")
-    assert not is_teraio_output(tmp_path / "notes.txt")
+    for suffix in ("png", "svg", "pdf"):
+        save_picture(plt.subplots()[1], tmp_path / f"p.{suffix}")
+        assert is_teraio_output(tmp_path / f"p.{suffix}")
+    plt.close("all")
+
+
+@pytest.mark.parametrize("suffix", ["py", "toml", "json", "svg"])
+def test_what_only_speaks_of_teraio_is_not_its_output(suffix: str, tmp_path: Path) -> None:
+    """Such as the very script that is to be profiled."""
+    (tmp_path / f"mine.{suffix}").write_text("import teraio  # {'generator': 'teraio'}")
+    assert not is_teraio_output(tmp_path / f"mine.{suffix}")
+    assert not is_teraio_output(tmp_path)

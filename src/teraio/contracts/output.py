@@ -15,12 +15,22 @@ from pathlib import Path
 
 from teraio.errors import InputError
 
-_MARK = b"teraio"
+_MARKS = (
+    (b"PAR1", b"teraio"),
+    (b"# teraio hardware", b""),
+    (b'{\n "format": "teraio timings"', b""),
+    (b'{"otherData": {"generator": "teraio"', b""),
+    (b"\x89PNG", b"Software\0teraio"),
+    (b"<?xml", b">teraio<"),
+    (b"%PDF", b"/Creator (teraio)"),
+)
+"""How a file of each form begins, and what else stands near its start or end. The word alone would
+not do: scripts that import teraio have it too."""
 _MARK_SEARCH_BYTES = 64 * 1024
 
 
 def is_teraio_output(path: Path) -> bool:
-    """Whether teraio wrote what stands at ``path``: its files carry the word near start or end."""
+    """Whether teraio wrote what stands at ``path``, by the marks that its files carry."""
     if path.is_dir():
         files = sorted(path.iterdir())
         return bool(files) and all(f.is_file() and is_teraio_output(f) for f in files)
@@ -29,7 +39,8 @@ def is_teraio_output(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(_MARK_SEARCH_BYTES)
         file.seek(max(0, path.stat().st_size - _MARK_SEARCH_BYTES))
-        return _MARK in head or _MARK in file.read()
+        tail = file.read()
+    return any(head.startswith(start) and (mark in head or mark in tail) for start, mark in _MARKS)
 
 
 def check_replaceable(path: Path) -> None:
