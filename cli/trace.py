@@ -36,8 +36,14 @@ _GPUS = "h100-nvl, h100-sxm, h200, a100-80, l40s, rtx4090 or rtx5090"
 )
 @click.argument("model", metavar="MODEL")
 @output_option("The trace to write, e.g. llama.trace.")
-@click.option("--sequence", type=_AT_LEAST_ONE, help="Tokens of each sequence.")
-@click.option("--micro-batch-size", type=_AT_LEAST_ONE, help="Sequences at once [1].")
+@click.option(
+    "--sequence", type=_AT_LEAST_ONE, help="Tokens of each sequence [reference models: theirs]."
+)
+@click.option(
+    "--micro-batch-size",
+    type=_AT_LEAST_ONE,
+    help="Sequences at once [reference models: theirs; else 1].",
+)
 @click.option("--micro-batches", type=_AT_LEAST_ONE, help="Per iteration [1].")
 @click.option("--dtype", help="fp32, tf32 or bf16 (autocast) [fp32].")
 @click.option("--optimizer-implementation", help="fused, foreach or for-loop [fused].")

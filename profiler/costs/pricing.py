@@ -136,4 +136,4 @@ def _describe(
 def _share(kernels: Kernels, what: str, chosen: BoolArray) -> str:
     num_calls = len(np.unique(kernels.call[chosen]))
     seconds = float(kernels.duration_seconds[chosen].sum())
-    return f"{int(chosen.sum())} kernels of {num_calls} calls ({seconds:.4g} s) {what}"
+    return f"{int(chosen.sum()):,} kernels of {num_calls} calls ({seconds:.4g} s) {what}"
