@@ -89,9 +89,11 @@ def _idle_rows(found: Characteristics) -> Iterator[tuple[str, str]]:
     yield "storages of 10 MB to 1 GB", f"{large.storages:,} ({share} of all)"
     if large.storages:
         of_storages = percent(large.long_idle_storage_fraction)
-        of_periods = percent(large.long_period_fraction)
-        median = duration(large.median_period_seconds)
-        text = f"{of_storages} of them, {of_periods} of their periods (median {median})"
+        text = f"{of_storages} of them"
+        if large.periods:
+            of_periods = percent(large.long_period_fraction)
+            median = duration(large.median_period_seconds)
+            text += f", {of_periods} of their periods (median {median})"
         yield "  idle 10 ms or more at once", text
     if found.movable_period_fraction is not None:
         share = percent(found.movable_period_fraction)
