@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "time",
     options_metavar="-o TIMINGS [OPTIONS]",
     example="teraio time llama.trace --device cuda -o h200.timings\n"
-    "teraio trace llama3-8b --timings h200.timings --gpu h200 --sequence 4096 -o llama.trace",
+    "teraio trace llama3-8b -o llama.trace --timings h200.timings --gpu h200",
 )
 @trace_argument
 @output_option("The timing file to write, e.g. h200.timings; what it holds already is kept.")

@@ -29,8 +29,7 @@ _GPUS = "h100-nvl, h100-sxm, h200, a100-80, l40s, rtx4090 or rtx5090"
 @command(
     "trace",
     options_metavar="-o TRACE [OPTIONS]",
-    example="teraio trace llama3-8b -o llama.trace --sequence 4096 --micro-batch-size 2 \\\n"
-    "    --micro-batches 64 --stages 2 --stage 0 --gpu h100-nvl\n"
+    example="teraio trace llama3-8b -o llama.trace --micro-batches 64 --stages 2 --stage 0\n"
     "teraio trace my_models:make_model -o mine.trace --sequence 2048 --dtype bf16\n"
     "teraio trace llama.trace -o llama-h200.trace --gpu h200 --timings h200.timings",
 )
@@ -45,11 +44,23 @@ _GPUS = "h100-nvl, h100-sxm, h200, a100-80, l40s, rtx4090 or rtx5090"
     help="Sequences at once [reference models: theirs; else 1].",
 )
 @click.option("--micro-batches", type=_AT_LEAST_ONE, help="Per iteration [1].")
-@click.option("--dtype", help="fp32, tf32 or bf16 (autocast) [fp32].")
-@click.option("--optimizer-implementation", help="fused, foreach or for-loop [fused].")
+@click.option("--dtype", metavar="fp32|tf32|bf16", help="fp32, tf32 or bf16 (autocast) [fp32].")
+@click.option(
+    "--optimizer-implementation",
+    metavar="fused|foreach|for-loop",
+    help="fused, foreach or for-loop [fused].",
+)
 @click.option("--clip-norm", type=float, help="Clip gradients to this norm.")
-@click.option("--checkpoint", help="Recompute activations: reentrant or non-reentrant.")
-@click.option("--attention", help="auto, flash, efficient, cudnn, math or sdpa [auto].")
+@click.option(
+    "--checkpoint",
+    metavar="reentrant|non-reentrant",
+    help="Recompute activations: reentrant or non-reentrant.",
+)
+@click.option(
+    "--attention",
+    metavar="auto|flash|efficient|cudnn|math",
+    help="auto, flash, efficient, cudnn, math or sdpa [auto].",
+)
 @click.option("--compile-blocks", is_flag=True, default=None, help="Each block runs compiled.")
 @click.option("--stages", type=_AT_LEAST_ONE, help="Stages of a 1F1B pipeline [1].")
 @click.option("--stage", type=_RANK, help="Which of them to trace [0].")
@@ -66,7 +77,7 @@ _GPUS = "h100-nvl, h100-sxm, h200, a100-80, l40s, rtx4090 or rtx5090"
     default=None,
     help="Answer 1 where code asks for a tensor's value.",
 )
-@click.option("--gpu", help=f"Whose speed: {_GPUS} [h100-nvl].")
+@click.option("--gpu", metavar="NAME", help=f"Whose speed: {_GPUS} [h100-nvl].")
 @click.option("--timings", type=INPUT_PATH, help='Kernel times from "teraio time".')
 def trace(reporter: Reporter, model: str, output: Path, every_rank: bool, **options: Any) -> Result:
     """Trace a training iteration of any size without a GPU.

@@ -32,6 +32,8 @@ EFFICIENT_BIAS_MULTIPLE = 8
 """The bias of the efficient kernel is padded until its strides are multiples of it."""
 CUDNN_SINCE = 91501
 """The first version of cuDNN whose attention PyTorch prefers (9.15.1)."""
+CUDNN_ROUNDS_DROPOUT = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+"""Whether PyTorch keeps other dropouts than multiples of 1/16 away from cuDNN; 2.11 does not."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,6 @@ def _prefers_cudnn() -> bool:
     return torch.cuda.get_device_capability()[0] in (9, 10) and version >= CUDNN_SINCE
 
 
-@cache
-def _cudnn_rounds_dropout() -> bool:
-    """Whether PyTorch keeps other dropouts away from cuDNN; 2.11 does not (seen on an H200)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) > (2, 11)
-
-
 def obstacles(kernel: AttentionKernel, attention: AttentionInputs) -> list[str]:
     """What keeps a fused kernel from running these inputs: nothing, if it can.
 
@@ -156,7 +151,7 @@ def _rules(kernel: AttentionKernel, attention: AttentionInputs) -> dict[str, boo
                 head % 8 == 0 and head <= CUDNN_LARGEST_HEAD
             ),
             f"a dropout of {attention.dropout} is no multiple of 1/16": (
-                not _cudnn_rounds_dropout() or (attention.dropout * 16).is_integer()
+                not CUDNN_ROUNDS_DROPOUT or (attention.dropout * 16).is_integer()
             ),
             "it needs more than one key": keys > 1,
             "it is not deterministic, as torch.use_deterministic_algorithms asks": (
