@@ -94,6 +94,7 @@ def test_a_fake_trace_equals_the_real_one_of_generated_code() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_fake_trace_equals_the_one_of_a_gpu() -> None:
     """Measured for all of Llama 3.2 3B on an H200; here two of its blocks."""
     sizes = model_config("llama3.2-3b", layers=2, vocabulary=4096)
