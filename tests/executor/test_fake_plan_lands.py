@@ -84,9 +84,10 @@ def trained(setup: TrainingSetup, plan: Plan | None, *, on: str = "cpu", **optio
         assert run._mode is not None
         landing = run._mode.adaptation.landing
         result = Landed(run.report, plan, plan if landing is None else landing.plan)
-    tensors = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    # On the host: what stays on a GPU counts in the budget of the run that follows.
+    tensors = {name: p.detach().cpu().clone() for name, p in training.model.named_parameters()}
     for index, state in enumerate(training.optimizer.state.values()):
-        tensors |= {f"{index}.{key}": value.clone() for key, value in state.items()}
+        tensors |= {f"{index}.{key}": value.cpu().clone() for key, value in state.items()}
     return tensors, result
 
 
