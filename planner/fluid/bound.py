@@ -115,7 +115,6 @@ def _fluid_program(
         gaps,
         needed,
         trace.peak_live_bytes,
-        trace.ideal_seconds,
     )
 
 

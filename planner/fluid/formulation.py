@@ -43,7 +43,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from teraio.contracts.hardware import Hardware
+from teraio.contracts.hardware import HOST, Hardware, Link, Rates
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.fluid.channels import Shared, Tier, hull_of, shared_rates, tiers_of
 from teraio.planner.fluid.classes import GapClasses
@@ -88,6 +88,7 @@ class FluidProgram:
     tiers: list[Tier]
     tier_columns: list[TierColumns]
     memory_rows: IntArray
+    shared: list[Shared]
     rate_rows: list[RateRow]
     host_memory_rows: IntArray
     host_memory_rate: float
@@ -103,23 +104,24 @@ def formulate(
     gaps: GapClasses,
     needed_bytes: IntArray,
     peak_live_bytes: int,
-    ideal_seconds: float,
 ) -> FluidProgram:
     """The fluid program of a trace cut into ``slots``; ``needed_bytes`` int64 (K,).
 
     ``peak_live_bytes`` tells which tiers can never be full.
     """
     byte_unit = max(1.0, float(needed_bytes.max()) / 100)
-    second_unit = ideal_seconds / 1000 if ideal_seconds > 0 else 1.0
-    writer = _Writer(hardware, slots, gaps, byte_unit, second_unit)
     tiers = tiers_of(hardware, rank)
+    fastest = max([tier.part.read_rate for tier in tiers], default=1.0)
+    second_unit = byte_unit / fastest
+    writer = _Writer(hardware, slots, gaps, byte_unit, second_unit)
     columns = [writer.add_tier(tier, tier.capacity_bytes < peak_live_bytes) for tier in tiers]
     writer.limit_sizes(columns)
     memory_rows = writer.require_memory(columns, needed_bytes)
     by_name = {tier.name: tier_columns for tier, tier_columns in zip(tiers, columns, strict=True)}
+    shared_by_all = shared_rates(hardware, rank, tiers)
     rate_rows = [
         row
-        for shared in shared_rates(hardware, rank, tiers)
+        for shared in shared_by_all
         for row in writer.limit_rates(shared, [by_name[name] for name in shared.devices])
     ]
     host_memory_rows = writer.limit_host_memory(tiers, columns)
@@ -129,6 +131,7 @@ def formulate(
         tiers=tiers,
         tier_columns=columns,
         memory_rows=memory_rows,
+        shared=shared_by_all,
         rate_rows=rate_rows,
         host_memory_rows=host_memory_rows,
         host_memory_rate=hardware.host.memory_rate or 0.0,
@@ -294,6 +297,8 @@ class _Writer:
 
     def limit_rates(self, shared: Shared, columns: list[TierColumns]) -> list[RateRow]:
         """(8) of a device or link; each row is divided by its largest seconds per byte."""
+        if isinstance(shared.rates, Link) and _is_no_limit(shared, self.hardware):
+            return []
         result = []
         for face, (read, write) in enumerate(hull_of(shared.rates)):
             scale = max(read, write)
@@ -320,3 +325,16 @@ class _Writer:
         rows = self.builder.constraints(len(self.slots), -np.inf, rate * self.seconds)
         self.builder.add(rows, self.stalls, -rate)
         return rows
+
+
+def _is_no_limit(link: Shared, hardware: Hardware) -> bool:
+    """Whether a link carries all that its devices can move, both ways at once.
+
+    Its rows would say nothing, and rates far above all others only blur the numbers.
+    """
+    rates: list[Rates] = [ssd for ssd in hardware.ssd if ssd.name in link.devices]
+    rates += [hardware.host] if HOST in link.devices else []
+    return (
+        sum(part.read_rate for part in rates) <= link.rates.duplex_read_rate
+        and sum(part.write_rate for part in rates) <= link.rates.duplex_write_rate
+    )

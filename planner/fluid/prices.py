@@ -23,11 +23,11 @@ def prices_of_memory(fluid: FluidProgram, duals: FloatArray) -> dict[str, float]
 
 def prices_of_rates(fluid: FluidProgram, duals: FloatArray, values: FloatArray) -> dict[str, float]:
     """Seconds saved per further GB/s of each channel and link direction, duplex rates alike."""
-    result: dict[str, float] = {}
+    result = {name: 0.0 for shared in fluid.shared for name in channel_names(shared)}
     for row in fluid.rate_rows:
         names = channel_names(row.shared)
         for name, slope in zip(names, _slopes(fluid, row, duals, values), strict=True):
-            result[name] = result.get(name, 0.0) + max(0.0, slope)
+            result[name] += max(0.0, slope)
     if len(fluid.host_memory_rows):
         result[f"{HOST} memory"] = _host_memory_slope(fluid, duals, values)
     return result
