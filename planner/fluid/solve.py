@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from teraio.contracts.table import FloatArray
 from teraio.planner.fluid.linear_program import LinearProgram
 
-LARGE_ROWS = 20_000
-"""From here on HiGHS' interior point method is faster than GLOP's simplex."""
+LARGE_ROWS = 40_000
+"""From here on HiGHS' interior point method is tried before GLOP's simplex."""
+
+_CONCLUSIVE = ("optimal", "infeasible")
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,30 @@ class Solution:
 
 
 def solve(program: LinearProgram, time_limit: float | None = None) -> Solution:
-    """Minimise; ``time_limit`` in seconds. Never raises for what the solver cannot do."""
+    """Minimise; ``time_limit`` in seconds. Never raises for what the solvers cannot do.
+
+    Where one gives up (GLOP: "imprecise", without values), another is asked in the time left.
+    """
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    best = Solution("failed", None, None)
+    ways = [("GLOP", True), ("GLOP", False), ("HIGHS", True)]
     if len(program.row_lower) >= LARGE_ROWS:
-        found = _attempt(program, "HIGHS", time_limit)
-        if found is not None:
-            return found
-    found = _attempt(program, "GLOP", time_limit)
-    return found or Solution("failed", None, None)
+        ways = [("HIGHS", True), ("GLOP", True)]
+    for solver, presolves in ways:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        found = _attempt(program, solver, presolves, left)
+        if found is not None and (best.duals is None or found.duals is not None):
+            best = found
+        if best.status in _CONCLUSIVE:
+            break
+    return best
 
 
-def _attempt(program: LinearProgram, solver: str, time_limit: float | None) -> Solution | None:
+def _attempt(
+    program: LinearProgram, solver: str, presolves: bool, time_limit: float | None
+) -> Solution | None:
     from ortools.math_opt.python import mathopt
 
     keywords: dict[str, Any] = {}
@@ -42,6 +59,8 @@ def _attempt(program: LinearProgram, solver: str, time_limit: float | None) -> S
         keywords["time_limit"] = datetime.timedelta(seconds=max(time_limit, 0.001))
     if solver == "HIGHS":
         keywords["lp_algorithm"] = mathopt.LPAlgorithm.BARRIER
+    if not presolves:
+        keywords["presolve"] = mathopt.Emphasis.OFF
     model = mathopt.Model.from_model_proto(_to_proto(program))
     try:
         result = mathopt.solve(
