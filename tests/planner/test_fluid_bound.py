@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from tests.planner.random_plans import random_plan
 
 from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Slowdown, Ssd
 from teraio.contracts.plan import Plan
-from teraio.errors import CapacityError, InfeasibleError
+from teraio.errors import CapacityError, InfeasibleError, InputError
+from teraio.planner.comparison import plan_summary
 from teraio.planner.drafts import draft_moves
 from teraio.planner.fluid.bound import Bound, lower_bound
 from teraio.planner.fluid.certificate import certified_minimum
@@ -23,6 +25,7 @@ from teraio.planner.fluid.linear_program import LinearProgram
 from teraio.planner.fluid.solve import solve
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.plan_building import build_plan
+from teraio.planner.planning import plan as make_plan
 from teraio.planner.verifier import verify
 from teraio.simulator import simulate
 from teraio.traces.lifetimes import inactive_periods
@@ -350,3 +353,29 @@ def test_below_greedy_and_falling_with_memory_and_rates(
         assert all(is_below(faster, bound.seconds) for faster in more), (seed, bound, more)
         compared += 1
     assert compared > 0
+
+
+def test_a_plan_keeps_its_bound(k0_k1: Trace, make_hardware: MakeHardware, tmp_path: Path) -> None:
+    """The only plan for K0 and K1 is optimal, and its file says so; the moves are the same."""
+    hardware = make_hardware(10, ssd_rate=1.0, host_bytes=0)
+    made = make_plan(k0_k1, hardware, bound=True)
+    made.save(tmp_path / "k.plan")
+    loaded = Plan.load(tmp_path / "k.plan")
+    assert loaded.metadata.bound_kind == "dual"
+    assert loaded.lower_bound_seconds == pytest.approx(23.0, abs=1e-6)
+    assert loaded.gap == pytest.approx(0.0, abs=1e-7)
+    summary = plan_summary(loaded)
+    assert summary["bound_seconds"] > 0
+    assert summary["value_of_gb"]["gpu"] == pytest.approx(2e9)
+    assert summary["value_of_gb_per_second"]["ssd0 write"] == pytest.approx(1e10, rel=1e-4)
+    assert made.moves.equals(make_plan(k0_k1, hardware).moves)
+
+
+def test_no_bound_where_nothing_needs_to_fit(k0_k1: Trace, make_hardware: MakeHardware) -> None:
+    with pytest.raises(InputError, match="bound: holds for plans that fit"):
+        make_plan(k0_k1, make_hardware(10), planner="on-demand", bound=True)
+
+
+def test_a_bound_cut_short_is_still_one(k0_k1: Trace, make_hardware: MakeHardware) -> None:
+    bound = lower_bound(k0_k1, make_hardware(10, ssd_rate=1.0), time_limit=1e-9)
+    assert 3.0 <= bound.seconds <= 23.0
