@@ -288,7 +288,7 @@ class _Writer:
             builder.add(rows_at_end, next_out[at_end], 1.0)
             builder.add(rows_within, next_out[within], 1.0)
             builder.add(rows_within, c.read[within], 1.0)
-        return np.r_[rows_at_start, rows_at_end, rows_within]
+        return np.concatenate((rows_at_start, rows_at_end, rows_within))
 
     def _highest(self, needed: FloatArray, slot: IntArray, who: BoolArray) -> FloatArray:
         result = np.full(len(self.slots), -np.inf)

@@ -60,9 +60,11 @@ def cut_into_slots(trace: Trace, max_seconds: float | None, *, runs_may_stretch:
     num_slots = int(of_piece[-1]) + 1
     has_gap = np.zeros(num_slots, dtype=bool)
     has_gap[of_piece[1::2]] = True
+    length: FloatArray = np.zeros(num_slots)
+    np.add.at(length, of_piece, seconds)
     return Slots(
         of_piece=of_piece,
-        seconds=np.bincount(of_piece, weights=seconds, minlength=num_slots),
+        seconds=length,
         may_stretch=has_gap | runs_may_stretch,
     )
 
