@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 )
 @click.option("--transform", help="Change to the order of the trace, recorded in the plan.")
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Return the best found by then.")
+@click.option(
+    "--bound",
+    is_flag=True,
+    help="Prove how fast any plan could be, and what more memory or bandwidth would be worth.",
+)
 def plan(
     reporter: Reporter, trace: Path, hardware: str, output: Path | None, **options: Any
 ) -> Result:
@@ -84,8 +89,23 @@ def _show(console: Console, plan: Plan, output: Path | None) -> None:
         ("moved per iteration", f"{size(offloaded)} out, {size(fetched)} in"),
         ("written to SSD per iteration", size(written)),
         ("planning took", duration(metadata.planning_seconds)),
+        *_bound_rows(plan),
     ]
     console.print(facts(str(output or "plan, not saved (no -o)"), rows))
+
+
+def _bound_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What proving took, and what would help most; nothing if no bound was asked for."""
+    metadata = plan.metadata
+    if metadata.bound_seconds == 0:
+        return []
+    worth = [
+        *((f"1 GB more of {name}", s) for name, s in metadata.value_of_gb.items()),
+        *((f"1 GB/s more of {name}", s) for name, s in metadata.value_of_gb_per_second.items()),
+    ]
+    helpful = sorted((row for row in worth if row[1] > 0), key=lambda row: -row[1])
+    rows = [("the bound took", duration(metadata.bound_seconds))]
+    return rows + [(name, f"{duration(seconds)} off the bound") for name, seconds in helpful]
 
 
 def _why_no_moves(plan: Plan) -> str:

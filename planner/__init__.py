@@ -13,6 +13,7 @@ _HOME_OF_NAME = {
     "build_plan": "teraio.planner.plan_building",
     "compare": "teraio.planner.comparison",
     "evict_everything": "teraio.planner.policies.evict_everything",
+    "lower_bound": "teraio.planner.fluid.bound",
     "plan": "teraio.planner.planning",
     "plan_summary": "teraio.planner.comparison",
     "rebuild_plan": "teraio.planner.plan_building",
@@ -24,6 +25,7 @@ __all__ = [
     "build_plan",
     "compare",
     "evict_everything",
+    "lower_bound",
     "plan",
     "plan_summary",
     "rebuild_plan",
@@ -32,6 +34,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from teraio.planner.comparison import compare, plan_summary
+    from teraio.planner.fluid.bound import lower_bound
     from teraio.planner.plan_building import build_plan, rebuild_plan
     from teraio.planner.planning import PLANNERS, plan
     from teraio.planner.policies.evict_everything import evict_everything

@@ -78,8 +78,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "ssd_bytes_written": sum(metadata.ssd_bytes_written.values()),
         "planning_seconds": metadata.planning_seconds,
         "bound_seconds": metadata.bound_seconds,
-        "value_of_gb": None,
-        "value_of_gb_per_second": None,
+        "value_of_gb": dict(metadata.value_of_gb) or None,
+        "value_of_gb_per_second": dict(metadata.value_of_gb_per_second) or None,
         "dollars_per_million_tokens": None,
         "ssd_years": None,
     }

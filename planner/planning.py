@@ -13,6 +13,7 @@ from teraio.contracts.hardware import Hardware, as_hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.contracts.timeline import channel_name
 from teraio.errors import InputError
+from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.plan_building import build_plan
 from teraio.planner.verifier import verify
@@ -33,6 +34,7 @@ def plan(
     bandwidth_share: float = 1.0,
     transform: str | None = None,
     time_limit: float | None = None,
+    bound: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide which storages leave the GPU when, so that the iteration fits and waits least.
@@ -40,7 +42,9 @@ def plan(
     ``trace`` and ``hardware`` are values, paths or a preset's name. ``gpu_memory`` and
     ``host_memory`` are final budgets (bytes or text such as ``94GB``) in place of the hardware's.
     ``bandwidth_share`` plans for that share of the rates; the prediction uses all of them.
-    ``time_limit`` in seconds is for planners that search; those here take a few seconds at most.
+    ``time_limit`` in seconds is for planners that search and for the bound; the planners here take
+    a few seconds at most. ``bound`` proves how fast any plan could be (:func:`lower_bound`) and
+    keeps it in the plan; the plan is the same with and without.
 
     Raises InputError for wrong arguments, InfeasibleError if one kernel needs more than the GPU
     has, CapacityError if the tiers are too small, RuntimeError if the planner made a plan that the
@@ -55,11 +59,16 @@ def plan(
         raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {bandwidth_share}")
     if time_limit is not None and time_limit <= 0:
         raise InputError(f"time_limit: must be above 0 seconds, got {time_limit}")
+    if bound and planner in _MAY_NOT_FIT:
+        raise InputError(f"bound: holds for plans that fit, which {planner} need not; leave it out")
     trace = as_trace(trace)
     budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory)
     report = progress or _silent
     report(f"planning ({planner})")
     result = make(trace, budgeted, bandwidth_share)
+    if bound:
+        report("bounding")
+        result = _with_bound(trace, result, time_limit)
     report("verifying")
     verification = verify(trace, result)
     must_fit = planner not in _MAY_NOT_FIT
@@ -67,6 +76,20 @@ def plan(
         violation = verification.violations[0] if verification.violations else "no reason given"
         raise RuntimeError(f"planner {planner} made a plan that does not verify: {violation}")
     return result
+
+
+def _with_bound(trace: Trace, made: Plan, time_limit: float | None) -> Plan:
+    """The plan with the bound on any plan for its hardware and budgets, at full rates."""
+    found = lower_bound(trace, made.hardware, time_limit=time_limit)
+    metadata = replace(
+        made.metadata,
+        lower_bound_seconds=found.seconds,
+        bound_kind=found.kind,
+        bound_seconds=found.solving_seconds,
+        value_of_gb=dict(found.value_of_gb),
+        value_of_gb_per_second=dict(found.value_of_gb_per_second),
+    )
+    return replace(made, metadata=metadata)
 
 
 def _silent(_: str) -> None:

@@ -91,6 +91,19 @@ def test_plan_keys_are_those_that_were_promised(
     assert set(promised.split()) <= set(teraio_json("plan", "small.trace", *TIGHT))
 
 
+def test_plan_with_a_proved_bound(
+    folder: Path, teraio_json: Callable[..., Any], teraio: Callable[..., Result]
+) -> None:
+    """The JSON has what more would be worth, the table what would help."""
+    data = teraio_json("plan", "small.trace", *TIGHT, "--bound")
+    assert data["ideal_seconds"] < data["lower_bound_seconds"] <= data["predicted_seconds"]
+    assert (data["bound_kind"], data["bound_seconds"] > 0) == ("dual", True)
+    assert data["value_of_gb"]["gpu"] > 0
+    assert any(data["value_of_gb_per_second"].values())
+    shown = teraio("plan", "small.trace", *TIGHT, "--bound").stdout
+    assert "1 GB more of gpu" in shown
+
+
 def test_plan_for_people(folder: Path, teraio: Callable[..., Result]) -> None:
     result = teraio("plan", "small.trace", *TIGHT)
     assert result.exit_code == 0

@@ -188,7 +188,9 @@ class PlanMetadata:
     """How a plan came to be and what it promises. Bytes and seconds; None where unknown.
 
     ``gap_seconds`` are the trace's own, per iteration: what a run idles beyond them and its waits
-    for storages and memory is the executor's (stall_host).
+    for storages and memory is the executor's (stall_host). ``bound_seconds`` is what proving the
+    lower bound took; ``value_of_gb`` and ``value_of_gb_per_second`` are the seconds that a little
+    more of a tier or a channel would take off it (empty: no bound was asked for).
     """
 
     trace_hash: str
@@ -204,6 +206,8 @@ class PlanMetadata:
     peak_host_bytes: int
     planning_seconds: float
     bound_seconds: float = 0.0
+    value_of_gb: Mapping[str, float] = field(default_factory=dict)
+    value_of_gb_per_second: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     transform: str | None = None
     arena_bytes: Mapping[str, int] = field(default_factory=dict)

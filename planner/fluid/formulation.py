@@ -1,0 +1,340 @@
+"""The fluid linear program: a relaxation of every valid plan that fits (DESIGN: Semantics).
+
+Minimise the stall sum_s x_s, where slot s takes T_s = d_s + x_s. Bytes are a fluid. A gap g (an
+inactive period, alike ones added up) of V_g bytes may be written from slot a_g = ``release`` on,
+and must be back by the end of slot b_g = ``due``. On each tier t it sends
+
+    delta_g bytes written for it, kappa_g bytes dropped because a clean copy of them is there,
+
+and q_g <= V_g bytes of copy are kept through the residency before it. Levels at the start of slot s
+and flows within it (indices cyclic; flows and levels >= 0; A awaits its write, O is out, P is
+back, K is kept copies):
+
+    (1) A_{s+1} = A_s + sum_{a_g = s} delta_g - w_s
+    (2) O_{s+1} = O_s + w_s + sum_{a_g = s} kappa_g - r_s
+    (3) P_{s+1} = P_s + r_s - sum_{b_g = s} (delta_g + kappa_g)
+    (4) A_0 + O_0 + P_0 = sum of (delta_g + kappa_g) over gaps that span the cut   [per tier]
+    (5) sum over tiers of (delta_g + kappa_g) <= V_g
+    (6) kappa_g <= q_g <= q_p + delta_p, where p is the gap before g in its version; there is no
+        q_g if the version begins with a write before g (F2)
+    (7) sum over tiers of O_s >= N_k for the kernel k that starts with slot s, of O_{s+1} >= N_k for
+        one that ends with it, and of O_{s+1} + r_s = O_s + w_s + sum kappa >= N_k for others in s;
+        N_k are the bytes that must be away (:func:`classes.needed_bytes`)
+    (8) per device, and over all devices of the link, per face of the hull of its rates (F7):
+        (seconds per byte read) r_s + (seconds per byte written) w_s <= T_s;
+        host memory: sum of weight x (r_s + w_s) <= rate x T_s
+    (9) K_{s+1} = K_s + sum_{b_p = s} q_g - sum_{a_g = s} q_g, anchored like (4), and
+        O_s + P_s + K_s <= capacity of the tier
+
+Why each is implied by a plan: a write is issued after the last access and has ended before kernel
+free_by starts, so its bytes flow between a_g and that kernel; a read begins after the kernel before
+prefetch_start has ended. Hence what is away while kernel k runs was wholly out at its start and
+still is at its end, which is (7). A slot on a tier is taken until the next access, so P counts in
+(9). A steady cycle of several iterations satisfies the constraints on average (F6). Left out, which
+only lowers the bound: latency, whole tensors, order of queues, slowdown of kernels, alignment,
+bounce buffers. One GPU is bounded as if it had shared devices to itself (F8).
+
+Units: ``byte_unit`` bytes and ``second_unit`` seconds per unit of a variable; numbers near 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from teraio.contracts.hardware import HOST, Hardware, Link, Rates
+from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.planner.fluid.channels import Shared, Tier, hull_of, shared_rates, tiers_of
+from teraio.planner.fluid.classes import GapClasses
+from teraio.planner.fluid.linear_program import LinearProgram, ProgramBuilder
+from teraio.planner.fluid.slots import Slots
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """Rows (8) of one face: per slot one row; ``face`` numbers the faces of ``shared``."""
+
+    shared: Shared
+    face: int
+    rows: IntArray
+
+
+@dataclass(frozen=True)
+class TierColumns:
+    """Columns of one tier's variables: per slot A, O, P, K, w, r; per gap delta, kappa, q.
+
+    kappa and q exist for the gaps in ``FluidProgram.serves`` only; ``kept`` (K) is empty where
+    capacity cannot bind.
+    """
+
+    awaiting: IntArray
+    out: IntArray
+    back: IntArray
+    kept: IntArray
+    written: IntArray
+    read: IntArray
+    delta: IntArray
+    kappa: IntArray
+    copy: IntArray
+
+
+@dataclass(frozen=True)
+class FluidProgram:
+    """The program, and where its parts are. ``serves``: gaps that a copy may serve."""
+
+    program: LinearProgram
+    stalls: IntArray
+    tiers: list[Tier]
+    tier_columns: list[TierColumns]
+    memory_rows: IntArray
+    shared: list[Shared]
+    rate_rows: list[RateRow]
+    host_memory_rows: IntArray
+    host_memory_rate: float
+    capacity_rows: dict[str, IntArray]
+    byte_unit: float
+    second_unit: float
+
+
+def formulate(
+    hardware: Hardware,
+    rank: int,
+    slots: Slots,
+    gaps: GapClasses,
+    needed_bytes: IntArray,
+    peak_live_bytes: int,
+) -> FluidProgram:
+    """The fluid program of a trace cut into ``slots``; ``needed_bytes`` int64 (K,).
+
+    ``peak_live_bytes`` tells which tiers can never be full.
+    """
+    byte_unit = max(1.0, float(needed_bytes.max()) / 100)
+    tiers = tiers_of(hardware, rank)
+    fastest = max([tier.part.read_rate for tier in tiers], default=1.0)
+    second_unit = byte_unit / fastest
+    writer = _Writer(hardware, slots, gaps, byte_unit, second_unit)
+    columns = [writer.add_tier(tier, tier.capacity_bytes < peak_live_bytes) for tier in tiers]
+    writer.limit_sizes(columns)
+    memory_rows = writer.require_memory(columns, needed_bytes)
+    by_name = {tier.name: tier_columns for tier, tier_columns in zip(tiers, columns, strict=True)}
+    shared_by_all = shared_rates(hardware, rank, tiers)
+    rate_rows = [
+        row
+        for shared in shared_by_all
+        for row in writer.limit_rates(shared, [by_name[name] for name in shared.devices])
+    ]
+    host_memory_rows = writer.limit_host_memory(tiers, columns)
+    return FluidProgram(
+        program=writer.builder.build(),
+        stalls=writer.stalls,
+        tiers=tiers,
+        tier_columns=columns,
+        memory_rows=memory_rows,
+        shared=shared_by_all,
+        rate_rows=rate_rows,
+        host_memory_rows=host_memory_rows,
+        host_memory_rate=hardware.host.memory_rate or 0.0,
+        capacity_rows=writer.capacity_rows,
+        byte_unit=byte_unit,
+        second_unit=second_unit,
+    )
+
+
+class _Writer:
+    """Writes the numbered constraints into a builder; ``volume`` and rates in program units."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        slots: Slots,
+        gaps: GapClasses,
+        byte_unit: float,
+        second_unit: float,
+    ) -> None:
+        self.hardware, self.slots, self.gaps = hardware, slots, gaps
+        self.byte_unit, self.second_unit = byte_unit, second_unit
+        self.volume = gaps.num_bytes / byte_unit
+        self.seconds = slots.seconds / second_unit
+        self.builder = ProgramBuilder()
+        self.capacity_rows: dict[str, IntArray] = {}
+        count = len(slots)
+        self.release, self.due = gaps.release % count, gaps.due % count
+        self.serves = np.flatnonzero(gaps.previous >= 0)
+        # Stalls have no natural limit: the certificate sets one (bound.py).
+        self.stalls = self.builder.variables(count, np.where(slots.may_stretch, np.inf, 0.0), 1.0)
+
+    def add_tier(self, tier: Tier, may_be_full: bool) -> TierColumns:
+        """Variables of a tier, and (1) to (4), (6), (9)."""
+        builder, count = self.builder, len(self.slots)
+        spanning = self._spanning(self.gaps.release, self.gaps.due, self.volume)
+        touching = self._spanning(self.gaps.release - 1, self.gaps.due, self.volume)
+        copies = self.volume[self.serves]
+        columns = TierColumns(
+            awaiting=builder.variables(count, spanning),
+            out=builder.variables(count, spanning),
+            back=builder.variables(count, spanning),
+            kept=builder.variables(count if may_be_full else 0, float(copies.sum())),
+            written=builder.variables(count, touching),
+            read=builder.variables(count, touching),
+            delta=builder.variables(len(self.gaps), self.volume),
+            kappa=builder.variables(len(self.serves), copies),
+            copy=builder.variables(len(self.serves), copies),
+        )
+        self._balance(columns)
+        self._serve_from_copies(columns)
+        if may_be_full:
+            self._limit_capacity(tier, columns)
+        return columns
+
+    def _spanning(self, first: IntArray, last: IntArray, volume: FloatArray) -> FloatArray:
+        """Sum of volumes over unrolled (first, last] per slot, float64 (slots,)."""
+        count = len(self.slots)
+        laps, rest = np.divmod(last - first, count)
+        delta = np.zeros(2 * count + 1)
+        start = (first + 1) % count
+        np.add.at(delta, start, volume)
+        np.add.at(delta, start + rest, -volume)
+        running = np.cumsum(delta[:-1]).reshape(2, count).sum(axis=0)
+        # What cancels in the running sum must not lower a limit.
+        result: FloatArray = (running + float(np.sum(laps * volume))) * (1 + 1e-9) + 1e-9
+        return result
+
+    def _balance(self, c: TierColumns) -> None:
+        """(1) to (4)."""
+        builder, count = self.builder, len(self.slots)
+        slot, after = np.arange(count), np.roll(np.arange(count), -1)
+        kappa_release, kappa_due = self.release[self.serves], self.due[self.serves]
+        waits, leaves, returns = (builder.constraints(count, 0.0, 0.0) for _ in range(3))
+        for rows, level in ((waits, c.awaiting), (leaves, c.out), (returns, c.back)):
+            builder.add(rows, level[after], 1.0)
+            builder.add(rows, level[slot], -1.0)
+        builder.add(waits, c.written, 1.0)
+        builder.add(waits[self.release], c.delta, -1.0)
+        builder.add(leaves, c.written, -1.0)
+        builder.add(leaves, c.read, 1.0)
+        builder.add(leaves[kappa_release], c.kappa, -1.0)
+        builder.add(returns, c.read, -1.0)
+        builder.add(returns[self.due], c.delta, 1.0)
+        builder.add(returns[kappa_due], c.kappa, 1.0)
+        anchor = builder.constraints(1, 0.0, 0.0)
+        for level in (c.awaiting, c.out, c.back):
+            builder.add(anchor, level[:1], 1.0)
+        crossings = self._crossings(self.gaps.release, self.gaps.due)
+        builder.add(np.repeat(anchor, len(c.delta)), c.delta, -crossings)
+        builder.add(np.repeat(anchor, len(c.kappa)), c.kappa, -crossings[self.serves])
+
+    def _crossings(self, first: IntArray, last: IntArray) -> FloatArray:
+        """How often (first, last] holds the first slot of an iteration."""
+        count = len(self.slots)
+        result: FloatArray = (last // count - first // count).astype(float)
+        return result
+
+    def _serve_from_copies(self, c: TierColumns) -> None:
+        """(6)."""
+        builder, count = self.builder, len(self.serves)
+        dropped = builder.constraints(count, -np.inf, 0.0)
+        builder.add(dropped, c.kappa, 1.0)
+        builder.add(dropped, c.copy, -1.0)
+        kept = builder.constraints(count, -np.inf, 0.0)
+        previous = self.gaps.previous[self.serves]
+        builder.add(kept, c.copy, 1.0)
+        builder.add(kept, c.delta[previous], -1.0)
+        place = np.full(len(self.gaps), -1)
+        place[self.serves] = np.arange(count)
+        has_copy = place[previous] >= 0
+        builder.add(kept[has_copy], c.copy[place[previous[has_copy]]], -1.0)
+
+    def _limit_capacity(self, tier: Tier, c: TierColumns) -> None:
+        """(9)."""
+        builder, count = self.builder, len(self.slots)
+        begin, end = self.gaps.previous_due[self.serves], self.gaps.release[self.serves]
+        levels = builder.constraints(count, 0.0, 0.0)
+        builder.add(levels, np.roll(c.kept, -1), 1.0)
+        builder.add(levels, c.kept, -1.0)
+        builder.add(levels[begin % count], c.copy, -1.0)
+        builder.add(levels[end % count], c.copy, 1.0)
+        anchor = builder.constraints(1, 0.0, 0.0)
+        builder.add(anchor, c.kept[:1], 1.0)
+        builder.add(np.repeat(anchor, len(c.copy)), c.copy, -self._crossings(begin, end))
+        rows = builder.constraints(count, -np.inf, tier.capacity_bytes / self.byte_unit)
+        for level in (c.out, c.back, c.kept):
+            builder.add(rows, level, 1.0)
+        self.capacity_rows[tier.name] = rows
+
+    def limit_sizes(self, columns: list[TierColumns]) -> None:
+        """(5)."""
+        rows = self.builder.constraints(len(self.gaps), -np.inf, self.volume)
+        for c in columns:
+            self.builder.add(rows, c.delta, 1.0)
+            self.builder.add(rows[self.serves], c.kappa, 1.0)
+
+    def require_memory(self, columns: list[TierColumns], needed_bytes: IntArray) -> IntArray:
+        """(7), for slots in which something must be away; returns the rows."""
+        needed = needed_bytes / self.byte_unit
+        of_piece = self.slots.of_piece
+        slot = of_piece[0::2]
+        starts, ends = slot != np.roll(of_piece[1::2], 1), slot != of_piece[1::2]
+        starts[0] = True
+        first, last, rest = (self._highest(needed, slot, who) for who in (starts, ends, ~starts))
+        at_start, at_end, within = (np.flatnonzero(high > 0) for high in (first, last, rest))
+        builder = self.builder
+        rows_at_start = builder.constraints(len(at_start), first[at_start], np.inf)
+        rows_at_end = builder.constraints(len(at_end), last[at_end], np.inf)
+        rows_within = builder.constraints(len(within), rest[within], np.inf)
+        for c in columns:
+            next_out = np.roll(c.out, -1)
+            builder.add(rows_at_start, c.out[at_start], 1.0)
+            builder.add(rows_at_end, next_out[at_end], 1.0)
+            builder.add(rows_within, next_out[within], 1.0)
+            builder.add(rows_within, c.read[within], 1.0)
+        return np.concatenate((rows_at_start, rows_at_end, rows_within))
+
+    def _highest(self, needed: FloatArray, slot: IntArray, who: BoolArray) -> FloatArray:
+        result = np.full(len(self.slots), -np.inf)
+        np.maximum.at(result, slot[who], needed[who])
+        return result
+
+    def limit_rates(self, shared: Shared, columns: list[TierColumns]) -> list[RateRow]:
+        """(8) of a device or link; each row is divided by its largest seconds per byte."""
+        if isinstance(shared.rates, Link) and _is_no_limit(shared, self.hardware):
+            return []
+        result = []
+        for face, (read, write) in enumerate(hull_of(shared.rates)):
+            scale = max(read, write)
+            rate = self.second_unit / (scale * self.byte_unit)
+            rows = self._limit_flow(rate)
+            for c in columns:
+                self.builder.add(rows, c.read, read / scale)
+                self.builder.add(rows, c.written, write / scale)
+            result.append(RateRow(shared, face, rows))
+        return result
+
+    def limit_host_memory(self, tiers: list[Tier], columns: list[TierColumns]) -> IntArray:
+        """(8) of host memory; no rows if its rate is unknown."""
+        if self.hardware.host.memory_rate is None:
+            return np.zeros(0, dtype=np.int64)
+        rows = self._limit_flow(self.hardware.host.memory_rate * self.second_unit / self.byte_unit)
+        for tier, c in zip(tiers, columns, strict=True):
+            self.builder.add(rows, c.read, tier.memory_weight)
+            self.builder.add(rows, c.written, tier.memory_weight)
+        return rows
+
+    def _limit_flow(self, rate: float) -> IntArray:
+        """Rows (flow) - rate x stall <= rate x d, per slot; the flow is added by the caller."""
+        rows = self.builder.constraints(len(self.slots), -np.inf, rate * self.seconds)
+        self.builder.add(rows, self.stalls, -rate)
+        return rows
+
+
+def _is_no_limit(link: Shared, hardware: Hardware) -> bool:
+    """Whether a link carries all that its devices can move, both ways at once.
+
+    Its rows would say nothing, and rates far above all others only blur the numbers.
+    """
+    rates: list[Rates] = [ssd for ssd in hardware.ssd if ssd.name in link.devices]
+    rates += [hardware.host] if HOST in link.devices else []
+    return (
+        sum(part.read_rate for part in rates) <= link.rates.duplex_read_rate
+        and sum(part.write_rate for part in rates) <= link.rates.duplex_write_rate
+    )

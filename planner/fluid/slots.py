@@ -1,0 +1,95 @@
+"""Slots of time for the fluid program.
+
+An iteration is cut into 2K *pieces*: piece 2k is kernel k running, piece 2k + 1 is the time between
+the ends of kernel k and the start of kernel k + 1 (its gap, and any stall). A slot is a run of
+pieces; each slot begins at the start of a kernel, or (``fine``) at a kernel's end.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.traces.trace import Trace
+
+FINE_KERNELS = 400
+"""Traces with at most this many kernels get two slots per kernel, as fine as stalls can be told."""
+
+_LAYER = re.compile(r"^(.*?\.\d+)(\.|$)")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """``of_piece`` int64 (2K,): the slot of each piece. Per slot: ``seconds`` float64, the ideal
+    length; ``may_stretch`` bool, whether a schedule can spend longer in it.
+    """
+
+    of_piece: IntArray
+    seconds: FloatArray
+    may_stretch: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def unrolled(self, piece: IntArray) -> IntArray:
+        """Slots of pieces that may lie in a later iteration; a cycle adds ``len(self)``."""
+        cycle, within = np.divmod(piece, len(self.of_piece))
+        result: IntArray = self.of_piece[within] + cycle * len(self)
+        return result
+
+
+def cut_into_slots(trace: Trace, max_seconds: float | None, *, runs_may_stretch: bool) -> Slots:
+    """Two slots per kernel (``max_seconds`` None), or slots that end where micro-batch, phase or
+    layer change and where ``max_seconds`` of ideal time are full.
+
+    ``runs_may_stretch``: kernels may take longer than the trace says (slowdown under transfers).
+    """
+    kernels, num_kernels = trace.kernels, trace.num_kernels
+    seconds = np.empty(2 * num_kernels)
+    seconds[0::2] = kernels.duration_seconds
+    seconds[1::2] = np.roll(kernels.gap_before_seconds, -1)
+    begins = np.zeros(2 * num_kernels, dtype=bool)
+    if max_seconds is None:
+        begins[:] = True
+    else:
+        begins[0::2] = _group_begins(trace, seconds[0::2] + seconds[1::2], max_seconds)
+    of_piece = np.cumsum(begins) - 1
+    num_slots = int(of_piece[-1]) + 1
+    has_gap = np.zeros(num_slots, dtype=bool)
+    has_gap[of_piece[1::2]] = True
+    length: FloatArray = np.zeros(num_slots)
+    np.add.at(length, of_piece, seconds)
+    return Slots(
+        of_piece=of_piece,
+        seconds=length,
+        may_stretch=has_gap | runs_may_stretch,
+    )
+
+
+def _group_begins(trace: Trace, seconds: FloatArray, max_seconds: float) -> BoolArray:
+    """Kernels at which a slot begins, bool (K,)."""
+    kernels = trace.kernels
+    layer = {module: _layer_of(module) for module in set(kernels.module.tolist())}
+    layers = np.array([layer[module] for module in kernels.module.tolist()], dtype=object)
+    begins = np.ones(trace.num_kernels, dtype=bool)
+    same = (
+        (kernels.micro_batch[1:] == kernels.micro_batch[:-1])
+        & (kernels.phase[1:] == kernels.phase[:-1])
+        & (layers[1:] == layers[:-1])
+    )
+    begins[1:] = ~same
+    filled = 0.0
+    for k in range(trace.num_kernels):
+        if begins[k] or filled + seconds[k] > max_seconds:
+            begins[k], filled = True, 0.0
+        filled += seconds[k]
+    return begins
+
+
+def _layer_of(module: str) -> str:
+    """The module up to its first number: ``model.layers.3`` of ``model.layers.3.mlp.up``."""
+    match = _LAYER.match(module)
+    return match.group(1) if match else module
