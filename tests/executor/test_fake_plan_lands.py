@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -84,10 +85,12 @@ def trained(setup: TrainingSetup, plan: Plan | None, *, on: str = "cpu", **optio
         assert run._mode is not None
         landing = run._mode.adaptation.landing
         result = Landed(run.report, plan, plan if landing is None else landing.plan)
-    # On the host: what stays on a GPU counts in the budget of the run that follows.
+    # What stays on a GPU counts in the budget of the run that follows.
     tensors = {name: p.detach().cpu().clone() for name, p in training.model.named_parameters()}
     for index, state in enumerate(training.optimizer.state.values()):
         tensors |= {f"{index}.{key}": value.cpu().clone() for key, value in state.items()}
+    del training, state
+    gc.collect()
     return tensors, result
 
 
