@@ -11,6 +11,7 @@ import torch
 from teraio.errors import InputError
 from teraio.profiler.clocks import dispatch_overhead_seconds
 from teraio.profiler.fake.recording import record
+from teraio.profiler.models import model_config, training_flops
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.trace_building import build_trace
 from teraio.profiler.training import TrainingSetup, build_training, reference_setup
@@ -127,6 +128,16 @@ def test_what_never_ran_takes_no_time_and_times_nothing_for_later_recordings() -
     assert not trace.kernels.duration_seconds.any()
     assert not trace.kernels.gap_before_seconds.any()
     assert dispatch_overhead_seconds.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-t5", "tiny-bert"])
+def test_a_traces_flops_are_those_of_the_closed_form(name: str) -> None:
+    setup = reference_setup(name, options={"micro_batches": 2, "attention": "math"})
+    trace = record(setup)
+    traced = int(trace.calls.flops[trace.kernels.call].sum())
+    config = model_config(name, attention="math")
+    expected = 2 * training_flops(config, setup.micro_batch_size, setup.sequence)
+    assert traced == pytest.approx(expected, rel=0.01)
 
 
 def test_calls_survive_saving(tmp_path: Any) -> None:
