@@ -121,7 +121,7 @@ def _tensor_key(tensor: torch.Tensor, storages: dict[int, int]) -> Any:
     try:
         address = tensor.untyped_storage()._cdata
         strides = tensor.stride()
-    except (NotImplementedError, RuntimeError):  # sparse, nested
+    except RuntimeError:  # sparse, nested
         return type(tensor), tensor.layout, tensor.dtype
     storage = storages.setdefault(address, len(storages))
     return tensor.dtype, tensor.shape, strides, storage
@@ -157,7 +157,7 @@ def _describe_tensor(tensor: torch.Tensor, storages: dict[int, int]) -> Any:
     try:
         address = tensor.untyped_storage()._cdata
         strides = list(tensor.stride())
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return {"opaque": f"{_text(tensor.layout)} tensor"}
     storage = storages.setdefault(address, len(storages))
     return {"tensor": [_text(tensor.dtype), list(tensor.shape), strides, storage]}

@@ -154,7 +154,7 @@ class _Session:
             reason = "needs more memory than the GPU has free"
         except InputError as error:
             reason = str(error)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             reason = str(error).partition("\n")[0][:_LONGEST_REASON]
         finally:
             self._free()

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from teraio.profiler.costs.arguments import base_name
 from teraio.profiler.dispatch import KernelCall
 from teraio.profiler.operators import nested_tensors
+from teraio.profiler.storages import storage_of
 
 
 class Work(NamedTuple):
@@ -231,22 +232,17 @@ def _elements(value: Any) -> int | None:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    try:
-        address: int = tensor.untyped_storage()._cdata
-    except NotImplementedError:
-        return id(tensor)
-    return address
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else int(storage._cdata)
 
 
 def _offset(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.storage_offset())
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # layouts without one
         return 0
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except NotImplementedError:
-        return int(tensor.numel()) * tensor.itemsize
+    storage = storage_of(tensor)
+    return int(tensor.numel()) * tensor.itemsize if storage is None else storage.nbytes()
