@@ -109,6 +109,29 @@ def predicted(plan: Plan, trace: Trace, hardware: Hardware) -> Plan:
     return replace(plan, metadata=replace(plan.metadata, predicted_seconds=seconds))
 
 
+def plan_of_original(
+    plan: Plan, original: Trace, transform: str, options: Mapping[str, Any] | None = None
+) -> Plan:
+    """A plan made for a transformed trace, as the plan for the ``original`` that users hold.
+
+    It names the transform, its options, and hash and ideal of the original. Raises InputError for a
+    plan that names a transform already.
+    """
+    if plan.metadata.transform is not None:
+        raise InputError(
+            f"transform: planner {plan.metadata.planner} applies {plan.metadata.transform} itself; "
+            f"leave {transform} out"
+        )
+    metadata = replace(
+        plan.metadata,
+        transform=transform,
+        transform_options=dict(options or {}),
+        trace_hash=original.hash,
+        ideal_seconds=original.ideal_seconds,
+    )
+    return replace(plan, metadata=metadata)
+
+
 def rebuild_plan(plan: Plan, moves: Moves) -> Plan:
     """The plan with its table of moves edited, and all that depends on it computed again.
 

@@ -15,10 +15,11 @@ from teraio.contracts.timeline import channel_name
 from teraio.errors import InputError
 from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.greedy import plan_greedy
-from teraio.planner.plan_building import build_plan
+from teraio.planner.plan_building import build_plan, plan_of_original
 from teraio.planner.verifier import verify
 from teraio.simulator import simulate
 from teraio.traces.trace import Trace, as_trace
+from teraio.traces.transforms import trace_of_plan, transform_trace
 
 Progress = Callable[[str], None]
 """Told in a few words what a planner is doing."""
@@ -42,6 +43,8 @@ def plan(
     ``trace`` and ``hardware`` are values, paths or a preset's name. ``gpu_memory`` and
     ``host_memory`` are final budgets (bytes or text such as ``94GB``) in place of the hardware's.
     ``bandwidth_share`` plans for that share of the rates; the prediction uses all of them.
+    ``transform`` changes the trace before planning (``teraio.traces.transforms``): the plan names
+    it, is about the result, and refers to ``trace`` by hash and ideal.
     ``time_limit`` in seconds is for planners that search and for the bound; the planners here take
     a few seconds at most. ``bound`` proves how fast any plan could be (:func:`lower_bound`) and
     keeps it in the plan; the plan is the same with and without.
@@ -53,8 +56,6 @@ def plan(
     make = PLANNERS.get(planner)
     if make is None:
         raise InputError(f"planner: {planner!r} is not one of {sorted(PLANNERS)}")
-    if transform is not None:
-        raise InputError(f"transform: {transform!r} is not known; leave it out")
     if not 0 < bandwidth_share <= 1:
         raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {bandwidth_share}")
     if time_limit is not None and time_limit <= 0:
@@ -65,10 +66,14 @@ def plan(
     budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory)
     report = progress or _silent
     report(f"planning ({planner})")
-    result = make(trace, budgeted, bandwidth_share)
+    if transform is None:
+        result = make(trace, budgeted, bandwidth_share)
+    else:
+        made = make(transform_trace(trace, transform), budgeted, bandwidth_share)
+        result = plan_of_original(made, trace, transform)
     if bound:
         report("bounding")
-        result = _with_bound(trace, result, time_limit)
+        result = _with_bound(trace_of_plan(trace, result), result, time_limit)
     report("verifying")
     verification = verify(trace, result)
     must_fit = planner not in _MAY_NOT_FIT

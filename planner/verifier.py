@@ -4,11 +4,12 @@ Shares no code with any planner or with the simulator. Rules 1 to 16 judge the p
 stand in :mod:`teraio.contracts.plan_checks`. The rules here need the trace:
 
 17. ``trace``: the plan carries this trace's hash, kernels, storages, accesses, rank and ideal time.
+    If it names a transform, the tables are those of the transformed trace.
 18. ``resizable``: no storage moves whose memory cannot be given back.
-19. ``prediction``: predicted_seconds is not below the ideal, nor below the lower bound, nor below
-    the time that any channel (one direction of a device), link direction or the host's memory
-    needs for the bytes of one iteration. Judged only if the plan is valid and fits: the moves of
-    one that does not fit may be dropped at run time.
+19. ``prediction``: predicted_seconds is not below the ideal (of the transformed trace, if there is
+    one), nor below the lower bound, nor below the time that any channel (one direction of a
+    device), link direction or the host's memory needs for the bytes of one iteration. Judged only
+    if the plan is valid and fits: the moves of one that does not fit may be dropped at run time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from teraio.contracts.plan import Plan
 from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.table import MISSING, BoolArray, Table
 from teraio.contracts.violations import Findings, Verification
+from teraio.errors import InputError
 from teraio.traces.trace import Trace, as_trace
+from teraio.traces.transforms import trace_of_plan
 
 RELATIVE_TOLERANCE = 1e-6
 """Room for rounding to integer picoseconds, kernel by kernel and transfer by transfer."""
@@ -57,6 +60,7 @@ def verify(
 ) -> Verification:
     """Judge ``plan`` for ``trace`` by rules 1 to 19; the first violations, and how many there are.
 
+    ``trace`` is the one recorded, also for a plan that names a transform.
     ``hardware`` takes the place of the machine stored in the plan; budgets are then the smaller of
     the plan's and the machine's. A wrong plan is an answer, not an error: InputError is raised only
     for files that cannot be read.
@@ -65,30 +69,39 @@ def verify(
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     machine = None if hardware is None else as_hardware(hardware)
     findings = find_violations(plan, machine)
-    _check_trace(trace, plan, findings)
-    _check_resizable(trace, plan, findings)
+    _check_origin(trace, plan, findings)
+    try:
+        planned = trace_of_plan(trace, plan)
+    except InputError as error:
+        findings.add("metadata", None, "trace", str(error))
+        return findings.verification()
+    _check_tables(planned, plan, findings)
+    _check_resizable(planned, plan, findings)
     verdict = findings.verification()
     if verdict.valid and verdict.fits:
-        _check_prediction(trace, plan, machine or plan.hardware, findings)
+        _check_prediction(planned, plan, machine or plan.hardware, findings)
     return findings.verification()
 
 
-def _check_trace(trace: Trace, plan: Plan, findings: Findings) -> None:
-    """Rule 17. A plan for a transformed trace has other kernels, but the original's hash."""
+def _check_origin(trace: Trace, plan: Plan, findings: Findings) -> None:
+    """Rule 17, what a plan keeps of the recorded trace."""
     metadata = plan.metadata
     if metadata.trace_hash != trace.hash:
         message = f"trace_hash: {metadata.trace_hash[:12]}... is not this trace's {trace.hash[:12]}"
         findings.add("metadata", None, "trace", message)
-    for name in _SAME_IN_METADATA:
-        ours, theirs = getattr(metadata, name), getattr(trace.metadata, name)
-        if ours != theirs:
-            findings.add("metadata", None, "trace", f"{name}: the trace has {theirs}, got {ours}")
     if not np.isclose(metadata.ideal_seconds, trace.ideal_seconds, rtol=RELATIVE_TOLERANCE):
         message = f"ideal_seconds: the trace's is {trace.ideal_seconds}"
         findings.add("metadata", None, "trace", f"{message}, got {metadata.ideal_seconds}")
-    if metadata.transform is None:
-        for table, columns in _SAME_IN_BOTH.items():
-            _check_same(table, columns, getattr(trace, table), getattr(plan, table), findings)
+
+
+def _check_tables(planned: Trace, plan: Plan, findings: Findings) -> None:
+    """Rule 17, what a plan keeps of the trace that its rows are about."""
+    for name in _SAME_IN_METADATA:
+        ours, theirs = getattr(plan.metadata, name), getattr(planned.metadata, name)
+        if ours != theirs:
+            findings.add("metadata", None, "trace", f"{name}: the trace has {theirs}, got {ours}")
+    for table, columns in _SAME_IN_BOTH.items():
+        _check_same(table, columns, getattr(planned, table), getattr(plan, table), findings)
 
 
 def _check_same(
@@ -115,7 +128,7 @@ def _check_resizable(trace: Trace, plan: Plan, findings: Findings) -> None:
     """Rule 18."""
     storage = plan.moves.storage
     known = (storage >= 0) & (storage < len(trace.storages))
-    if plan.metadata.transform is not None or not len(trace.storages):
+    if not len(trace.storages):
         return
     fixed = known & ~trace.storages.resizable[np.where(known, storage, 0)]
     findings.refuse(
@@ -129,9 +142,10 @@ def _check_resizable(trace: Trace, plan: Plan, findings: Findings) -> None:
 def _check_prediction(trace: Trace, plan: Plan, machine: Hardware, findings: Findings) -> None:
     """Rule 19."""
     predicted = plan.metadata.predicted_seconds
-    least = {"lower_bound_seconds": plan.metadata.lower_bound_seconds}
-    if plan.metadata.transform is None:
-        least["the ideal"] = trace.ideal_seconds
+    least = {
+        "lower_bound_seconds": plan.metadata.lower_bound_seconds,
+        "the ideal": trace.ideal_seconds,
+    }
     for what, seconds in (least | least_transfer_seconds(plan, machine)).items():
         if predicted < seconds * (1 - RELATIVE_TOLERANCE):
             message = f"predicted_seconds: {predicted:.9g} is below {seconds:.9g} of {what}"

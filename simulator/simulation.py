@@ -19,6 +19,7 @@ from teraio.simulator.state import NO_CAPACITY, NO_VICTIM, Engine
 from teraio.simulator.steady_state import find_cycle
 from teraio.simulator.timeline_building import build_events, build_metadata
 from teraio.traces.trace import Trace, as_trace
+from teraio.traces.transforms import trace_of_plan
 
 
 def simulate(
@@ -45,6 +46,9 @@ def simulate(
     second half of the iterations is reported. ``cold_start_seconds`` is the first iteration.
     ``dispatch_seconds`` of the trace come before every kernel and are stall_host.
 
+    ``trace`` is the one recorded: if the plan names a transform, the transformed one is played,
+    and ``ideal_seconds`` stay those of the recorded one.
+
     Raises InputError (an argument, or a plan of another trace), InfeasibleError (one kernel needs
     more than the GPU has) and CapacityError (no tier has room for what must leave the GPU).
     """
@@ -57,17 +61,18 @@ def simulate(
         raise InputError(f"max_iterations: must be a positive integer, got {max_iterations!r}")
     trace = as_trace(trace)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    played = trace if plan is None else trace_of_plan(trace, plan)
     rank = trace.metadata.rank if plan is None else plan.metadata.rank
     machine = _machine(plan, hardware, gpu_memory, host_memory, rank)
-    engine = build_engine(trace, plan, machine, record=record)
-    cycle = find_cycle(engine, max_iterations, partial(failure_of, trace, machine), progress)
+    engine = build_engine(played, plan, machine, record=record)
+    cycle = find_cycle(engine, max_iterations, partial(failure_of, played, machine), progress)
     host_room_bytes = int(overflow_room(plan, machine)[0])
     events = build_events(cycle, machine, rank) if record else Events.empty()
     metadata = build_metadata(
         cycle,
         machine,
         ideal_seconds=trace.ideal_seconds,
-        stall_host_seconds=trace.num_kernels * host_stall_seconds(trace, plan),
+        stall_host_seconds=played.num_kernels * host_stall_seconds(played, plan),
         host_arena_bytes=0 if plan is None else planned_arena_bytes(plan, HOST),
         host_room_bytes=host_room_bytes,
         simulating_seconds=time.perf_counter() - begun,

@@ -191,6 +191,10 @@ class PlanMetadata:
     for storages and memory is the executor's (stall_host). ``bound_seconds`` is what proving the
     lower bound took; ``value_of_gb`` and ``value_of_gb_per_second`` are the seconds that a little
     more of a tier or a channel would take off it (empty: no bound was asked for).
+
+    ``transform`` names what was done to the trace before planning (None: nothing), with its
+    ``transform_options``; the tables are about the result, while ``trace_hash`` and
+    ``ideal_seconds`` are those of the trace as recorded.
     """
 
     trace_hash: str
@@ -210,6 +214,7 @@ class PlanMetadata:
     value_of_gb_per_second: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     transform: str | None = None
+    transform_options: Mapping[str, Any] = field(default_factory=dict)
     arena_bytes: Mapping[str, int] = field(default_factory=dict)
     ssd_bytes_written: Mapping[str, int] = field(default_factory=dict)
     rank: int = 0
