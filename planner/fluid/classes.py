@@ -7,6 +7,7 @@ the unit; versions whose periods lie in the same slots are one class, with their
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,9 @@ class GapClasses:
     bytes move; ``num_bytes`` float64 is the class's size. ``previous`` is the row of the gap whose
     copy may serve this one, -1 if there is none (the version begins with a write); for a storage
     that no kernel writes, the first gap's previous is the last. ``previous_due`` is the slot of the
-    end of that gap, on the axis of ``release``.
+    end of that gap, on the axis of ``release``. ``row_of_period`` int64 (inactive periods): the row
+    that each of the trace's inactive periods is part of; -1 where it is in none (a tail, a storage
+    that cannot move, a period within one slot).
     """
 
     release: IntArray
@@ -34,6 +37,7 @@ class GapClasses:
     num_bytes: FloatArray
     previous: IntArray
     previous_due: IntArray
+    row_of_period: IntArray
 
     def __len__(self) -> int:
         return len(self.release)
@@ -50,51 +54,101 @@ def gap_classes(trace: Trace, slots: Slots) -> GapClasses:
     periods, is_movable = movable_periods(trace)
     storages, num_kernels = trace.storages, trace.num_kernels
     is_movable &= ~periods.is_tail & (storages.nbytes[periods.storage] > 0)
-    storage, after = periods.storage[is_movable], periods.after_kernel[is_movable]
-    length = periods.end_kernel[is_movable] - after
+    rows = np.flatnonzero(is_movable)
     version, position, is_unwritten = move_versions(
-        storage, after, storages, trace.accesses, num_kernels
+        periods.storage[rows], periods.after_kernel[rows], storages, trace.accesses, num_kernels
     )
-    order = np.lexsort((position, version, storage))
-    storage, version, position = storage[order], version[order], position[order]
-    release = slots.unrolled(2 * position + 1)
-    due = slots.unrolled(2 * (position + length[order]) - 1)
-    begins = np.ones(len(order), dtype=bool)
+    order = np.lexsort((position, version, periods.storage[rows]))
+    rows, version, position = rows[order], version[order], position[order]
+    storage = periods.storage[rows]
+    length = periods.end_kernel[rows] - periods.after_kernel[rows]
+    begins = np.ones(len(rows), dtype=bool)
     begins[1:] = (storage[1:] != storage[:-1]) | (version[1:] != version[:-1])
-    return _merge(
-        release, due, storages.nbytes[storage], np.flatnonzero(begins), is_unwritten[order], slots
+    first = np.flatnonzero(begins)
+    versions = _Versions(
+        release=slots.unrolled(2 * position + 1),
+        due=slots.unrolled(2 * (position + length) - 1),
+        first=first,
+        num_gaps=np.diff(np.r_[first, len(rows)]),
+        num_bytes=storages.nbytes[storage[first]],
+        is_unwritten=is_unwritten[order[first]],
     )
+    row_of_period = np.full(len(periods), -1)
+    return _merge(versions, len(slots), rows, row_of_period)
+
+
+class _Versions(NamedTuple):
+    """Per gap ``release`` and ``due``; per version its first gap, number of gaps, bytes, kind."""
+
+    release: IntArray
+    due: IntArray
+    first: IntArray
+    num_gaps: IntArray
+    num_bytes: IntArray
+    is_unwritten: BoolArray
+
+    def of(self, who: IntArray | BoolArray) -> _Versions:
+        """These versions only; the gaps stay."""
+        chosen = (self.first[who], self.num_gaps[who], self.num_bytes[who], self.is_unwritten[who])
+        return _Versions(self.release, self.due, *chosen)
 
 
 def _merge(
-    release: IntArray,
-    due: IntArray,
-    num_bytes: IntArray,
-    first: IntArray,
-    is_unwritten: BoolArray,
-    slots: Slots,
+    versions: _Versions, num_slots: int, periods: IntArray, row_of_period: IntArray
 ) -> GapClasses:
-    """Add up versions that agree in every slot; ``first`` are the versions' first rows."""
-    ends = [*first[1:].tolist(), len(release)]
-    members: dict[tuple[bool, bytes], list[int]] = {}
-    for start, end in zip(first.tolist(), ends, strict=True):
-        lone_in_slot = end == start + 1 and release[start] == due[start]
-        if lone_in_slot and not is_unwritten[start]:
-            continue  # Away within one slot: its bytes are given away for nothing (F1).
-        pair = np.stack((release[start:end], due[start:end]))
-        key = (bool(is_unwritten[start]), pair.tobytes())
-        entry = members.setdefault(key, [start, end, 0])
-        entry[2] += int(num_bytes[start])
-    columns: list[list[int]] = [[], [], [], [], []]
-    for (unwritten, _), (start, end, total) in members.items():
-        base, count = len(columns[0]), end - start
-        columns[0] += release[start:end].tolist()
-        columns[1] += due[start:end].tolist()
-        columns[2] += [total] * count
-        columns[3] += [base + count - 1 if unwritten else -1, *range(base, base + count - 1)]
-        columns[4] += [int(due[end - 1]) - len(slots), *due[start : end - 1].tolist()]
-    arrays = [np.array(column, dtype=np.int64) for column in columns]
-    return GapClasses(arrays[0], arrays[1], arrays[2].astype(float), arrays[3], arrays[4])
+    """Add up versions that agree in every slot; ``periods`` tells which period each gap is."""
+    release, due = versions.release, versions.due
+    # Away within one slot: bytes that are given away for nothing (F1).
+    lone_in_slot = (versions.num_gaps == 1) & (release == due)[versions.first]
+    versions = versions.of(~lone_in_slot | versions.is_unwritten)
+    label = _labels(versions)
+    classes, example = np.unique(label, return_index=True)
+    num_bytes = np.zeros(len(classes), dtype=np.int64)
+    np.add.at(num_bytes, label, versions.num_bytes)
+    alike = versions.of(example)
+    base = np.cumsum(alike.num_gaps) - alike.num_gaps
+    gap = _ranges(alike.first, alike.num_gaps)
+    last = base + alike.num_gaps - 1
+    previous = np.arange(len(gap)) - 1
+    previous_due = due[gap[previous]]
+    previous[base] = np.where(alike.is_unwritten, last, -1)
+    previous_due[base] = due[gap[last]] - num_slots
+    members = _ranges(versions.first, versions.num_gaps)
+    row_of_period[periods[members]] = _ranges(base[label], versions.num_gaps)
+    return GapClasses(
+        release=release[gap],
+        due=due[gap],
+        num_bytes=np.repeat(num_bytes, alike.num_gaps).astype(float),
+        previous=previous,
+        previous_due=previous_due,
+        row_of_period=row_of_period,
+    )
+
+
+def _labels(versions: _Versions) -> IntArray:
+    """Equal for versions that agree in every slot; 0, 1, ... in the order in which they appear."""
+    pair = versions.release * (int(versions.due.max(initial=0)) + 1) + versions.due
+    label = np.zeros(len(versions.first), dtype=np.int64)
+    used = 0
+    for num_gaps in np.unique(versions.num_gaps).tolist():
+        who = np.flatnonzero(versions.num_gaps == num_gaps)
+        gaps = versions.first[who, np.newaxis] + np.arange(num_gaps)
+        keys = np.column_stack((pair[gaps], versions.is_unwritten[who]))
+        found, inverse = np.unique(keys, axis=0, return_inverse=True)
+        label[who] = used + inverse.reshape(-1)
+        used += len(found)
+    _, appears, label = np.unique(label, return_index=True, return_inverse=True)
+    rank = np.empty(len(appears), dtype=np.int64)
+    rank[np.argsort(appears)] = np.arange(len(appears))
+    result: IntArray = rank[label.reshape(-1)]
+    return result
+
+
+def _ranges(first: IntArray, count: IntArray) -> IntArray:
+    """first, first + 1, ... of each, ``count`` long, one after the other."""
+    start = np.cumsum(count) - count
+    result: IntArray = np.repeat(first - start, count) + np.arange(int(count.sum()))
+    return result
 
 
 def needed_bytes(trace: Trace, slots: Slots, capacity_bytes: int) -> IntArray:

@@ -18,6 +18,9 @@ from teraio.traces.trace import Trace
 FINE_KERNELS = 400
 """Traces with at most this many kernels get two slots per kernel, as fine as stalls can be told."""
 
+NANOSECONDS = 10**9
+"""In a second."""
+
 _LAYER = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
@@ -81,12 +84,23 @@ def _group_begins(trace: Trace, seconds: FloatArray, max_seconds: float) -> Bool
         & (layers[1:] == layers[:-1])
     )
     begins[1:] = ~same
-    filled = 0.0
-    for k in range(trace.num_kernels):
-        if begins[k] or filled + seconds[k] > max_seconds:
-            begins[k], filled = True, 0.0
-        filled += seconds[k]
+    _cut_long(begins, seconds, max_seconds)
     return begins
+
+
+def _cut_long(begins: BoolArray, seconds: FloatArray, max_seconds: float) -> None:
+    """Let a further slot begin wherever the next kernel no longer fits into ``max_seconds``."""
+    # Whole nanoseconds: alike layers are cut alike, whatever sums came before.
+    ends = np.cumsum(np.rint(seconds * NANOSECONDS).astype(np.int64))
+    most = round(max_seconds * NANOSECONDS)
+    group_ends = [*np.flatnonzero(begins)[1:].tolist(), len(begins)]
+    first = 0
+    for group_end in group_ends:
+        while first < group_end:
+            begins[first] = True
+            start = int(ends[first - 1]) if first else 0
+            fits = int(np.searchsorted(ends, start + most, side="right"))
+            first = min(max(fits, first + 1), group_end)
 
 
 def _layer_of(module: str) -> str:

@@ -1,0 +1,67 @@
+"""Classes of gaps: which periods are part of which, and that their bytes add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from teraio.planner.fluid.classes import gap_classes
+from teraio.planner.fluid.slots import cut_into_slots
+from teraio.traces.lifetimes import inactive_periods
+from teraio.traces.trace import Trace
+
+MakeTrace = Callable[..., Trace]
+
+
+@pytest.mark.parametrize("max_seconds", [None, 1.0, 3.0])
+def test_each_period_is_in_the_row_of_its_slots(
+    random_trace: Callable[[int], Trace], max_seconds: float | None
+) -> None:
+    """A row's bytes are those of its periods, and all of them move in its slots."""
+    compared = 0
+    for seed in range(40):
+        trace = random_trace(seed)
+        slots = cut_into_slots(trace, max_seconds, runs_may_stretch=False)
+        gaps, periods = gap_classes(trace, slots), inactive_periods(trace)
+        row, count = gaps.row_of_period, len(slots)
+        assert len(row) == len(periods)
+        who = np.flatnonzero(row >= 0)
+        release = slots.unrolled(2 * periods.after_kernel[who] + 1)
+        due = slots.unrolled(2 * periods.end_kernel[who] - 1)
+        assert np.array_equal(gaps.release[row[who]] % count, release % count)
+        assert np.array_equal((gaps.due - gaps.release)[row[who]], due - release)
+        sizes = trace.storages.nbytes[periods.storage]
+        total = np.bincount(row[who], weights=sizes[who], minlength=len(gaps))
+        assert np.array_equal(total, gaps.num_bytes)
+        moves = trace.storages.resizable[periods.storage] & (sizes > 0) & ~periods.is_tail
+        out = np.flatnonzero((row < 0) & moves)
+        release = slots.unrolled(2 * periods.after_kernel[out] + 1)
+        assert np.array_equal(release, slots.unrolled(2 * periods.end_kernel[out] - 1))
+        compared += len(who)
+    assert compared > 100
+
+
+def test_alike_versions_are_one_class(make_trace: MakeTrace) -> None:
+    """X and Y wait in the same slots, Z in others; P is never written, and its copy serves it."""
+    trace = make_trace(
+        [1.0] * 5,
+        [("X", 10, 0, 3), ("Y", 7, 0, 3), ("Z", 5, 1, 4), ("P", 3, None, None)],
+        [
+            *((0, "X", "w"), (3, "X", "r"), (0, "Y", "w"), (3, "Y", "r")),
+            *((1, "Z", "w"), (4, "Z", "r"), (0, "P", "r"), (2, "P", "r")),
+        ],
+    )
+    gaps = gap_classes(trace, cut_into_slots(trace, None, runs_may_stretch=False))
+    assert sorted(gaps.num_bytes.tolist()) == [3, 3, 5, 17]
+    served = np.flatnonzero(gaps.previous >= 0)
+    assert sorted(gaps.previous[served].tolist()) == served.tolist()
+
+
+def test_slots_end_with_layers_and_where_they_are_full(make_trace: MakeTrace) -> None:
+    """Kernels of 1 s in slots of at most 2.5 s; one that is longer has a slot of its own."""
+    trace = make_trace([1.0, 1.0, 1.0, 4.0, 1.0], [("X", 1, 0, 1)], [(0, "X", "w"), (1, "X", "r")])
+    slots = cut_into_slots(trace, 2.5, runs_may_stretch=False)
+    assert slots.of_piece[0::2].tolist() == [0, 0, 1, 2, 3]
+    assert slots.seconds.tolist() == [2.0, 1.0, 4.0, 1.0]
