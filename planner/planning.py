@@ -16,6 +16,7 @@ from teraio.errors import InputError
 from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.plan_building import build_plan, plan_of_original
+from teraio.planner.policies.registry import PAGED_POLICIES, POLICIES, Policy
 from teraio.planner.verifier import verify
 from teraio.simulator import simulate
 from teraio.traces.trace import Trace, as_trace
@@ -136,9 +137,15 @@ def _without_moves(trace: Trace, hardware: Hardware, **keywords: Any) -> Plan:
     return replace(result, metadata=replace(result.metadata, planning_seconds=seconds))
 
 
+def _from_policy(make: Policy) -> Callable[[Trace, Hardware, float], Plan]:
+    """A policy as one of :data:`PLANNERS`."""
+    return lambda trace, hardware, share: make(trace, hardware, bandwidth_share=share)
+
+
 PLANNERS: MappingProxyType[str, Callable[[Trace, Hardware, float], Plan]] = MappingProxyType(
     {"greedy": _greedy, "ideal": _ideal, "on-demand": _on_demand}
+    | {name: _from_policy(policy) for name, policy in POLICIES.items()}
 )
 """Planners by name; each takes the trace, the hardware with budgets, and the bandwidth share."""
 
-_MAY_NOT_FIT = frozenset({"on-demand"})
+_MAY_NOT_FIT = frozenset({"on-demand"}) | PAGED_POLICIES

@@ -148,19 +148,19 @@ def spend_slack(
     by_need = by_need[~candidates["is_tail"][rows][by_need]]
     by_release = np.arange(len(rows))[::-1].copy()
     needed = np.ones(len(rows), dtype=bool)
-    _grow_prefetches(tree, num_kernels, windows, size, by_need, planned.prefetch_start)
-    _grow_offloads(tree, num_kernels, windows, size, by_release, planned.free_by)
+    grow_prefetches(tree, num_kernels, windows, size, by_need, planned.prefetch_start)
+    grow_offloads(tree, num_kernels, windows, size, by_release, planned.free_by)
     by_length = np.argsort(candidates["seconds"][rows], kind="stable")
     _drop_unneeded(tree, num_kernels, windows, size, by_length, needed)
     by_need, by_release = by_need[needed[by_need]], by_release[needed[by_release]]
-    _grow_offloads(tree, num_kernels, windows, size, by_release, candidates["away_end"][rows])
+    grow_offloads(tree, num_kernels, windows, size, by_release, candidates["away_end"][rows])
     if prefetch_early:
-        _grow_prefetches(tree, num_kernels, windows, size, by_need, candidates["away_first"][rows])
+        grow_prefetches(tree, num_kernels, windows, size, by_need, candidates["away_first"][rows])
     return windows, needed
 
 
 @numba.njit(cache=True)
-def _grow_prefetches(
+def grow_prefetches(
     tree: IntArray,
     num_kernels: int,
     windows: Windows,
@@ -179,7 +179,7 @@ def _grow_prefetches(
 
 
 @numba.njit(cache=True)
-def _grow_offloads(
+def grow_offloads(
     tree: IntArray,
     num_kernels: int,
     windows: Windows,

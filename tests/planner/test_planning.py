@@ -65,7 +65,7 @@ def test_ideal_has_unlimited_memory_and_on_demand_none_to_spare(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"planner": "psychic"}, r"'psychic' is not one of \['greedy', 'ideal', 'on-demand'\]"),
+        ({"planner": "psychic"}, r"'psychic' is not one of \['activation-only', "),
         ({"transform": "unroll"}, "transform: 'unroll'"),
         ({"bandwidth_share": 0.0}, "bandwidth_share: must be above 0"),
         ({"bandwidth_share": 1.5}, "bandwidth_share: must be above 0 and at most 1, got 1.5"),

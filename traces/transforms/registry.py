@@ -14,12 +14,13 @@ from typing import Any
 from teraio.contracts.plan import Plan
 from teraio.errors import InputError
 from teraio.traces.trace import Trace
+from teraio.traces.transforms.cpu_optimizer import cpu_optimizer
 
 Transform = Callable[[Trace, Mapping[str, Any]], Trace]
 """Makes the transformed trace. Raises InputError where the trace does not allow it, and for options
 that it does not know."""
 
-TRANSFORMS: MappingProxyType[str, Transform] = MappingProxyType({})
+TRANSFORMS: MappingProxyType[str, Transform] = MappingProxyType({"cpu-optimizer": cpu_optimizer})
 """Transforms by name, as it stands in plans and on the command line."""
 
 
