@@ -27,9 +27,10 @@ class GapClasses:
     bytes move; ``num_bytes`` float64 is the class's size. ``previous`` is the row of the gap whose
     copy may serve this one, -1 if there is none (the version begins with a write); for a storage
     that no kernel writes, the first gap's previous is the last. ``previous_due`` is the slot of the
-    end of that gap, on the axis of ``release``. ``row_of_period`` int64 (inactive periods): the row
-    that each of the trace's inactive periods is part of; -1 where it is in none (a tail, a storage
-    that cannot move, a period within one slot).
+    end of that gap, on the axis of ``release``. ``is_tail`` bool: bytes that are never read again;
+    ``due`` is then the slot after which they are dead. ``row_of_period`` int64 (inactive periods):
+    the row that each of the trace's inactive periods is part of; -1 where it is in none (a storage
+    that cannot move, a period within one slot, a tail if tails are left out).
     """
 
     release: IntArray
@@ -37,6 +38,7 @@ class GapClasses:
     num_bytes: FloatArray
     previous: IntArray
     previous_due: IntArray
+    is_tail: BoolArray
     row_of_period: IntArray
 
     def __len__(self) -> int:
@@ -49,11 +51,13 @@ def movable_periods(trace: Trace) -> tuple[InactivePeriods, BoolArray]:
     return periods, trace.storages.resizable[periods.storage]
 
 
-def gap_classes(trace: Trace, slots: Slots) -> GapClasses:
-    """Classes of all gaps of movable storages (F3: however short), tails apart (F4)."""
+def gap_classes(trace: Trace, slots: Slots, *, with_tails: bool = False) -> GapClasses:
+    """Classes of all gaps of movable storages (F3: however short), with or without tails (F4)."""
     periods, is_movable = movable_periods(trace)
     storages, num_kernels = trace.storages, trace.num_kernels
-    is_movable &= ~periods.is_tail & (storages.nbytes[periods.storage] > 0)
+    is_movable &= storages.nbytes[periods.storage] > 0
+    if not with_tails:
+        is_movable &= ~periods.is_tail
     rows = np.flatnonzero(is_movable)
     version, position, is_unwritten = move_versions(
         periods.storage[rows], periods.after_kernel[rows], storages, trace.accesses, num_kernels
@@ -67,7 +71,8 @@ def gap_classes(trace: Trace, slots: Slots) -> GapClasses:
     first = np.flatnonzero(begins)
     versions = _Versions(
         release=slots.unrolled(2 * position + 1),
-        due=slots.unrolled(2 * (position + length) - 1),
+        due=slots.unrolled(2 * (position + length) - np.where(periods.is_tail[rows], 0, 1)),
+        is_tail=periods.is_tail[rows],
         first=first,
         num_gaps=np.diff(np.r_[first, len(rows)]),
         num_bytes=storages.nbytes[storage[first]],
@@ -78,10 +83,13 @@ def gap_classes(trace: Trace, slots: Slots) -> GapClasses:
 
 
 class _Versions(NamedTuple):
-    """Per gap ``release`` and ``due``; per version its first gap, number of gaps, bytes, kind."""
+    """Per gap ``release``, ``due``, ``is_tail``; per version its first gap, number of gaps, bytes,
+    kind.
+    """
 
     release: IntArray
     due: IntArray
+    is_tail: BoolArray
     first: IntArray
     num_gaps: IntArray
     num_bytes: IntArray
@@ -90,7 +98,7 @@ class _Versions(NamedTuple):
     def of(self, who: IntArray | BoolArray) -> _Versions:
         """These versions only; the gaps stay."""
         chosen = (self.first[who], self.num_gaps[who], self.num_bytes[who], self.is_unwritten[who])
-        return _Versions(self.release, self.due, *chosen)
+        return _Versions(self.release, self.due, self.is_tail, *chosen)
 
 
 def _merge(
@@ -121,6 +129,7 @@ def _merge(
         num_bytes=np.repeat(num_bytes, alike.num_gaps).astype(float),
         previous=previous,
         previous_due=previous_due,
+        is_tail=versions.is_tail[gap],
         row_of_period=row_of_period,
     )
 
@@ -128,6 +137,7 @@ def _merge(
 def _labels(versions: _Versions) -> IntArray:
     """Equal for versions that agree in every slot; 0, 1, ... in the order in which they appear."""
     pair = versions.release * (int(versions.due.max(initial=0)) + 1) + versions.due
+    pair = 2 * pair + versions.is_tail
     label = np.zeros(len(versions.first), dtype=np.int64)
     used = 0
     for num_gaps in np.unique(versions.num_gaps).tolist():
@@ -151,11 +161,14 @@ def _ranges(first: IntArray, count: IntArray) -> IntArray:
     return result
 
 
-def needed_bytes(trace: Trace, slots: Slots, capacity_bytes: int) -> IntArray:
+def needed_bytes(
+    trace: Trace, slots: Slots, capacity_bytes: int, *, with_tails: bool = False
+) -> IntArray:
     """Bytes that gaps must keep off the GPU while each kernel runs, int64 (K,); may be negative.
 
     Given away for nothing, so that the program stays a relaxation: storages that no kernel accesses
-    and tails (F4), gaps within one slot, and what the allocator rounds up (traffic is in nbytes).
+    and tails if they are no gaps (F4), gaps within one slot, and what the allocator rounds up
+    (traffic is in nbytes).
     """
     storages, num_kernels = trace.storages, trace.num_kernels
     used = live_bytes(trace, allocated=True) + trace.kernels.workspace_bytes
@@ -164,9 +177,10 @@ def needed_bytes(trace: Trace, slots: Slots, capacity_bytes: int) -> IntArray:
     storage, after = periods.storage[rows], periods.after_kernel[rows]
     end, is_tail = periods.end_kernel[rows], periods.is_tail[rows]
     allocated = storages.allocated_bytes[storage]
-    in_slot = slots.unrolled(2 * after + 1) == slots.unrolled(2 * end - 1)
+    in_slot = slots.unrolled(2 * after + 1) == slots.unrolled(2 * end - np.where(is_tail, 0, 1))
+    in_slot |= is_tail & (not with_tails)
     padding = np.maximum(allocated - storages.nbytes[storage], 0)
-    free = np.where(is_tail | in_slot, allocated, padding)
+    free = np.where(in_slot, allocated, padding)
     relief = cyclic_sum(after + 1, end + is_tail, free, num_kernels)
     relief += _never_accessed_bytes(trace)
     result: IntArray = used - relief - capacity_bytes

@@ -11,14 +11,15 @@ and flows within it (indices cyclic; flows and levels >= 0; A awaits its write, 
 back, K is kept copies):
 
     (1) A_{s+1} = A_s + sum_{a_g = s} delta_g - w_s
-    (2) O_{s+1} = O_s + w_s + sum_{a_g = s} kappa_g - r_s
-    (3) P_{s+1} = P_s + r_s - sum_{b_g = s} (delta_g + kappa_g)
+    (2) O_{s+1} = O_s + w_s + sum_{a_g = s} kappa_g - r_s - sum_{b_g = s, tails} (delta_g + kappa_g)
+    (3) P_{s+1} = P_s + r_s - sum_{b_g = s, others} (delta_g + kappa_g)
     (4) A_0 + O_0 + P_0 = sum of (delta_g + kappa_g) over gaps that span the cut   [per tier]
     (5) sum over tiers of (delta_g + kappa_g) <= V_g
     (6) kappa_g <= q_g <= q_p + delta_p, where p is the gap before g in its version; there is no
         q_g if the version begins with a write before g (F2)
     (7) sum over tiers of O_s >= N_k for the kernel k that starts with slot s, of O_{s+1} >= N_k for
-        one that ends with it, and of O_{s+1} + r_s = O_s + w_s + sum kappa >= N_k for others in s;
+        one that ends with it, and of O_{s+1} + r_s = O_s + w_s + sum kappa >= N_k for others in s
+        (tails that die with s count in O_{s+1});
         N_k are the bytes that must be away (:func:`classes.needed_bytes`)
     (8) per device, and over all devices of the link, per face of the hull of its rates (F7):
         (seconds per byte read) r_s + (seconds per byte written) w_s <= T_s;
@@ -40,6 +41,7 @@ Units: ``byte_unit`` bytes and ``second_unit`` seconds per unit of a variable; n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +49,7 @@ from teraio.contracts.hardware import HOST, Hardware, Link, Rates
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.fluid.channels import Shared, Tier, hull_of, shared_rates, tiers_of
 from teraio.planner.fluid.classes import GapClasses
-from teraio.planner.fluid.linear_program import LinearProgram, ProgramBuilder
+from teraio.planner.fluid.linear_program import LinearProgram, ProgramBuilder, Values
 from teraio.planner.fluid.slots import Slots
 
 
@@ -58,6 +60,13 @@ class RateRow:
     shared: Shared
     face: int
     rows: IntArray
+
+
+class RowBlock(NamedTuple):
+    """Rows of one kind, and the slot or the gap that each of them is about."""
+
+    rows: IntArray
+    index: IntArray
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,11 @@ class TierColumns:
 
 @dataclass(frozen=True)
 class FluidProgram:
-    """The program, and where its parts are. ``serves``: gaps that a copy may serve."""
+    """The program, and where its parts are. ``serves``: gaps that a copy may serve.
+
+    ``slot_blocks`` and ``gap_blocks`` are all rows that are about a slot or a gap, but those of
+    ``copy_blocks``: per tier, what limits q in (6).
+    """
 
     program: LinearProgram
     stalls: IntArray
@@ -93,6 +106,10 @@ class FluidProgram:
     host_memory_rows: IntArray
     host_memory_rate: float
     capacity_rows: dict[str, IntArray]
+    serves: IntArray
+    slot_blocks: list[RowBlock]
+    gap_blocks: list[RowBlock]
+    copy_blocks: list[RowBlock]
     byte_unit: float
     second_unit: float
 
@@ -104,16 +121,19 @@ def formulate(
     gaps: GapClasses,
     needed_bytes: IntArray,
     peak_live_bytes: int,
+    *,
+    writer_class: type[ProgramWriter] | None = None,
 ) -> FluidProgram:
     """The fluid program of a trace cut into ``slots``; ``needed_bytes`` int64 (K,).
 
-    ``peak_live_bytes`` tells which tiers can never be full.
+    ``peak_live_bytes`` tells which tiers can never be full. ``writer_class`` may change single
+    constraints (planning does; the bound's are the default).
     """
     byte_unit = max(1.0, float(needed_bytes.max()) / 100)
     tiers = tiers_of(hardware, rank)
     fastest = max([tier.part.read_rate for tier in tiers], default=1.0)
     second_unit = byte_unit / fastest
-    writer = _Writer(hardware, slots, gaps, byte_unit, second_unit)
+    writer = (writer_class or ProgramWriter)(hardware, slots, gaps, byte_unit, second_unit)
     columns = [writer.add_tier(tier, tier.capacity_bytes < peak_live_bytes) for tier in tiers]
     writer.limit_sizes(columns)
     memory_rows = writer.require_memory(columns, needed_bytes)
@@ -136,12 +156,16 @@ def formulate(
         host_memory_rows=host_memory_rows,
         host_memory_rate=hardware.host.memory_rate or 0.0,
         capacity_rows=writer.capacity_rows,
+        serves=writer.serves,
+        slot_blocks=writer.slot_blocks,
+        gap_blocks=writer.gap_blocks,
+        copy_blocks=writer.copy_blocks,
         byte_unit=byte_unit,
         second_unit=second_unit,
     )
 
 
-class _Writer:
+class ProgramWriter:
     """Writes the numbered constraints into a builder; ``volume`` and rates in program units."""
 
     def __init__(
@@ -158,6 +182,9 @@ class _Writer:
         self.seconds = slots.seconds / second_unit
         self.builder = ProgramBuilder()
         self.capacity_rows: dict[str, IntArray] = {}
+        self.slot_blocks: list[RowBlock] = []
+        self.gap_blocks: list[RowBlock] = []
+        self.copy_blocks: list[RowBlock] = []
         count = len(slots)
         self.release, self.due = gaps.release % count, gaps.due % count
         self.serves = np.flatnonzero(gaps.previous >= 0)
@@ -187,6 +214,12 @@ class _Writer:
             self._limit_capacity(tier, columns)
         return columns
 
+    def _per_slot(self, slots: IntArray, lower: Values, upper: Values) -> IntArray:
+        """A new row for each of some slots."""
+        rows = self.builder.constraints(len(slots), lower, upper)
+        self.slot_blocks.append(RowBlock(rows, slots))
+        return rows
+
     def _spanning(self, first: IntArray, last: IntArray, volume: FloatArray) -> FloatArray:
         """Sum of volumes over unrolled (first, last] per slot, float64 (slots,)."""
         count = len(self.slots)
@@ -204,8 +237,8 @@ class _Writer:
         """(1) to (4)."""
         builder, count = self.builder, len(self.slots)
         slot, after = np.arange(count), np.roll(np.arange(count), -1)
-        kappa_release, kappa_due = self.release[self.serves], self.due[self.serves]
-        waits, leaves, returns = (builder.constraints(count, 0.0, 0.0) for _ in range(3))
+        kappa_release = self.release[self.serves]
+        waits, leaves, returns = (self._per_slot(slot, 0.0, 0.0) for _ in range(3))
         for rows, level in ((waits, c.awaiting), (leaves, c.out), (returns, c.back)):
             builder.add(rows, level[after], 1.0)
             builder.add(rows, level[slot], -1.0)
@@ -215,8 +248,10 @@ class _Writer:
         builder.add(leaves, c.read, 1.0)
         builder.add(leaves[kappa_release], c.kappa, -1.0)
         builder.add(returns, c.read, -1.0)
-        builder.add(returns[self.due], c.delta, 1.0)
-        builder.add(returns[kappa_due], c.kappa, 1.0)
+        is_tail = self.gaps.is_tail
+        ends = np.where(is_tail, leaves[self.due], returns[self.due])
+        builder.add(ends, c.delta, 1.0)
+        builder.add(ends[self.serves], c.kappa, 1.0)
         anchor = builder.constraints(1, 0.0, 0.0)
         for level in (c.awaiting, c.out, c.back):
             builder.add(anchor, level[:1], 1.0)
@@ -237,6 +272,8 @@ class _Writer:
         builder.add(dropped, c.kappa, 1.0)
         builder.add(dropped, c.copy, -1.0)
         kept = builder.constraints(count, -np.inf, 0.0)
+        self.gap_blocks.append(RowBlock(dropped, self.serves))
+        self.copy_blocks.append(RowBlock(kept, self.serves))
         previous = self.gaps.previous[self.serves]
         builder.add(kept, c.copy, 1.0)
         builder.add(kept, c.delta[previous], -1.0)
@@ -249,7 +286,7 @@ class _Writer:
         """(9)."""
         builder, count = self.builder, len(self.slots)
         begin, end = self.gaps.previous_due[self.serves], self.gaps.release[self.serves]
-        levels = builder.constraints(count, 0.0, 0.0)
+        levels = self._per_slot(np.arange(count), 0.0, 0.0)
         builder.add(levels, np.roll(c.kept, -1), 1.0)
         builder.add(levels, c.kept, -1.0)
         builder.add(levels[begin % count], c.copy, -1.0)
@@ -257,7 +294,7 @@ class _Writer:
         anchor = builder.constraints(1, 0.0, 0.0)
         builder.add(anchor, c.kept[:1], 1.0)
         builder.add(np.repeat(anchor, len(c.copy)), c.copy, -self._crossings(begin, end))
-        rows = builder.constraints(count, -np.inf, tier.capacity_bytes / self.byte_unit)
+        rows = self._per_slot(np.arange(count), -np.inf, tier.capacity_bytes / self.byte_unit)
         for level in (c.out, c.back, c.kept):
             builder.add(rows, level, 1.0)
         self.capacity_rows[tier.name] = rows
@@ -265,6 +302,7 @@ class _Writer:
     def limit_sizes(self, columns: list[TierColumns]) -> None:
         """(5)."""
         rows = self.builder.constraints(len(self.gaps), -np.inf, self.volume)
+        self.gap_blocks.append(RowBlock(rows, np.arange(len(self.gaps))))
         for c in columns:
             self.builder.add(rows, c.delta, 1.0)
             self.builder.add(rows[self.serves], c.kappa, 1.0)
@@ -279,16 +317,26 @@ class _Writer:
         first, last, rest = (self._highest(needed, slot, who) for who in (starts, ends, ~starts))
         at_start, at_end, within = (np.flatnonzero(high > 0) for high in (first, last, rest))
         builder = self.builder
-        rows_at_start = builder.constraints(len(at_start), first[at_start], np.inf)
-        rows_at_end = builder.constraints(len(at_end), last[at_end], np.inf)
-        rows_within = builder.constraints(len(within), rest[within], np.inf)
+        rows_at_start = self._per_slot(at_start, first[at_start], np.inf)
+        rows_at_end = self._per_slot(at_end, last[at_end], np.inf)
+        rows_within = self._per_slot(within, rest[within], np.inf)
         for c in columns:
-            next_out = np.roll(c.out, -1)
             builder.add(rows_at_start, c.out[at_start], 1.0)
-            builder.add(rows_at_end, next_out[at_end], 1.0)
-            builder.add(rows_within, next_out[within], 1.0)
+            self._add_out_at_end(rows_at_end, at_end, c)
+            self._add_out_at_end(rows_within, within, c)
             builder.add(rows_within, c.read[within], 1.0)
         return np.concatenate((rows_at_start, rows_at_end, rows_within))
+
+    def _add_out_at_end(self, rows: IntArray, slots: IntArray, c: TierColumns) -> None:
+        """O_{s+1} and the tails that die with slot s, which are out until its end."""
+        self.builder.add(rows, np.roll(c.out, -1)[slots], 1.0)
+        row_of_slot = np.full(len(self.slots), -1)
+        row_of_slot[slots] = rows
+        row = row_of_slot[self.due]
+        dying = np.flatnonzero(self.gaps.is_tail & (row >= 0))
+        self.builder.add(row[dying], c.delta[dying], 1.0)
+        dying = np.flatnonzero(self.gaps.is_tail[self.serves] & (row[self.serves] >= 0))
+        self.builder.add(row[self.serves][dying], c.kappa[dying], 1.0)
 
     def _highest(self, needed: FloatArray, slot: IntArray, who: BoolArray) -> FloatArray:
         result = np.full(len(self.slots), -np.inf)
@@ -322,7 +370,7 @@ class _Writer:
 
     def _limit_flow(self, rate: float) -> IntArray:
         """Rows (flow) - rate x stall <= rate x d, per slot; the flow is added by the caller."""
-        rows = self.builder.constraints(len(self.slots), -np.inf, rate * self.seconds)
+        rows = self._per_slot(np.arange(len(self.slots)), -np.inf, rate * self.seconds)
         self.builder.add(rows, self.stalls, -rate)
         return rows
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.planner.fluid.turns import Turns
 from teraio.traces.trace import Trace
 
 FINE_KERNELS = 400
@@ -44,11 +45,14 @@ class Slots:
         return result
 
 
-def cut_into_slots(trace: Trace, max_seconds: float | None, *, runs_may_stretch: bool) -> Slots:
+def cut_into_slots(
+    trace: Trace, max_seconds: float | None, *, runs_may_stretch: bool, turns: Turns | None = None
+) -> Slots:
     """Two slots per kernel (``max_seconds`` None), or slots that end where micro-batch, phase or
     layer change and where ``max_seconds`` of ideal time are full.
 
     ``runs_may_stretch``: kernels may take longer than the trace says (slowdown under transfers).
+    ``turns`` are all cut alike, by the mean times of their kernels.
     """
     kernels, num_kernels = trace.kernels, trace.num_kernels
     seconds = np.empty(2 * num_kernels)
@@ -58,7 +62,7 @@ def cut_into_slots(trace: Trace, max_seconds: float | None, *, runs_may_stretch:
     if max_seconds is None:
         begins[:] = True
     else:
-        begins[0::2] = _group_begins(trace, seconds[0::2] + seconds[1::2], max_seconds)
+        begins[0::2] = _group_begins(trace, seconds[0::2] + seconds[1::2], max_seconds, turns)
     of_piece = np.cumsum(begins) - 1
     num_slots = int(of_piece[-1]) + 1
     has_gap = np.zeros(num_slots, dtype=bool)
@@ -72,7 +76,15 @@ def cut_into_slots(trace: Trace, max_seconds: float | None, *, runs_may_stretch:
     )
 
 
-def _group_begins(trace: Trace, seconds: FloatArray, max_seconds: float) -> BoolArray:
+def turns_of_slots(slots: Slots, turns: Turns) -> Turns:
+    """The turns of kernels as turns of slots; the slots must have been cut by them."""
+    first, second = (int(slots.of_piece[2 * k]) for k in (turns.first, turns.first + turns.length))
+    return Turns(first, second - first, turns.count)
+
+
+def _group_begins(
+    trace: Trace, seconds: FloatArray, max_seconds: float, turns: Turns | None
+) -> BoolArray:
     """Kernels at which a slot begins, bool (K,)."""
     kernels = trace.kernels
     layer = {module: _layer_of(module) for module in set(kernels.module.tolist())}
@@ -84,6 +96,15 @@ def _group_begins(trace: Trace, seconds: FloatArray, max_seconds: float) -> Bool
         & (layers[1:] == layers[:-1])
     )
     begins[1:] = ~same
+    if turns is not None:
+        inside = slice(turns.first, turns.end)
+        shape = (turns.count, turns.length)
+        some = begins[inside].reshape(shape).any(axis=0)
+        some[0] = True
+        begins[inside] = np.tile(some, turns.count)
+        begins[turns.end : turns.end + 1] = True
+        seconds = seconds.copy()
+        seconds[inside] = np.tile(seconds[inside].reshape(shape).mean(axis=0), turns.count)
     _cut_long(begins, seconds, max_seconds)
     return begins
 
