@@ -1,0 +1,1 @@
+"""Exact planning of small instances: a mixed-integer program and its proof (DESIGN: Planning)."""
