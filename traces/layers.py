@@ -61,14 +61,30 @@ class Visits(NamedTuple):
 
 
 def layer_visits(trace: Trace) -> Visits:
-    """The visits of an iteration. Kernels without a module belong to the visit before them."""
-    kernels, layers = trace.kernels, layers_of_kernels(trace)
+    """The visits of an iteration.
+
+    Kernels without a module join the visit before them in their phase and micro-batch, else the
+    one after.
+    """
+    layers, run = layers_of_kernels(trace), _run_of_kernel(trace)
+    index = np.arange(len(layers))
     known = layers != ""
-    last_known = np.maximum.accumulate(np.where(known, np.arange(len(layers)), -1))
-    layers = np.where(last_known >= 0, layers[last_known], "")
+    before = np.maximum.accumulate(np.where(known, index, -1))
+    after = np.minimum.accumulate(np.where(known, index, len(layers))[::-1])[::-1]
+    has_before = (before >= 0) & (run[before] == run)
+    after = np.minimum(after, len(layers) - 1)
+    source = np.where(has_before, before, np.where(run[after] == run, after, index))
+    layers = layers[source]
     begins = np.ones(len(layers), dtype=bool)
-    begins[1:] = layers[1:] != layers[:-1]
-    begins[1:] |= kernels.phase[1:] != kernels.phase[:-1]
-    begins[1:] |= kernels.micro_batch[1:] != kernels.micro_batch[:-1]
-    first = np.flatnonzero(begins)
-    return Visits(np.cumsum(begins) - 1, np.r_[first, len(layers)])
+    begins[1:] = (layers[1:] != layers[:-1]) | (run[1:] != run[:-1])
+    return Visits(np.cumsum(begins) - 1, np.r_[np.flatnonzero(begins), len(layers)])
+
+
+def _run_of_kernel(trace: Trace) -> IntArray:
+    """Number of each kernel's run of one phase and micro-batch, int64 (K,)."""
+    kernels = trace.kernels
+    changes = np.zeros(trace.num_kernels, dtype=bool)
+    changes[1:] = kernels.phase[1:] != kernels.phase[:-1]
+    changes[1:] |= kernels.micro_batch[1:] != kernels.micro_batch[:-1]
+    result: IntArray = np.cumsum(changes)
+    return result

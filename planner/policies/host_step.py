@@ -15,13 +15,17 @@ import numpy as np
 from teraio.contracts.hardware import HOST, Hardware, Ssd
 from teraio.contracts.plan import Plan
 from teraio.contracts.table import BoolArray, IntArray
-from teraio.errors import CapacityError, InputError
+from teraio.errors import CapacityError
 from teraio.planner.plan_building import plan_of_original
 from teraio.planner.retiming import Windows
-from teraio.traces.layers import Visits
 from teraio.traces.lifetimes import InactivePeriods, inactive_periods
 from teraio.traces.trace import Trace
-from teraio.traces.transforms.cpu_optimizer import CPU_ADAM_RATE, cpu_optimizer, find_host_step
+from teraio.traces.transforms.cpu_optimizer import (
+    CPU_ADAM_RATE,
+    cpu_optimizer,
+    find_host_step,
+)
+from teraio.traces.transforms.recompute import with_recomputation
 from teraio.units import format_bytes
 
 TRANSFORM = "cpu-optimizer"
@@ -45,7 +49,6 @@ class HostStepTrace:
     periods: InactivePeriods
     state_bytes: int
     written_bytes: int
-    started: float
 
     @property
     def rows(self) -> IntArray:
@@ -79,8 +82,11 @@ class HostStepTrace:
             np.where(spans, np.maximum(wanted.prefetch_start, last + 1), wanted.prefetch_start),
         )
 
-    def finish(self, plan: Plan, hardware: Hardware, state_device: str) -> Plan:
-        """The plan for the original trace, with the state that never moves in its account."""
+    def finish(self, plan: Plan, hardware: Hardware, state_device: str, started: float) -> Plan:
+        """The plan for the original trace, with the state that never moves in its account.
+
+        ``started`` is the ``time.perf_counter()`` at which planning began.
+        """
         metadata = plan.metadata
         arena, written = dict(metadata.arena_bytes), dict(metadata.ssd_bytes_written)
         arena[state_device] = arena.get(state_device, 0) + self.state_bytes
@@ -93,7 +99,7 @@ class HostStepTrace:
             arena_bytes=arena,
             peak_host_bytes=arena.get(HOST, 0),
             ssd_bytes_written=written,
-            planning_seconds=time.perf_counter() - self.started,
+            planning_seconds=time.perf_counter() - started,
         )
         whole = replace(plan, metadata=metadata)
         return plan_of_original(whole, self.original, TRANSFORM, self.options)
@@ -110,27 +116,23 @@ class HostStepTrace:
 
 
 def begin_host_step(
-    trace: Trace, hardware: Hardware, *, streamed: tuple[str, ...] = (), ssd: Ssd | None = None
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    recompute_layers: int = 0,
+    streamed: tuple[str, ...] = (),
+    ssd: Ssd | None = None,
 ) -> HostStepTrace:
     """Transform the trace; storages of ``streamed`` kinds lie on ``ssd`` between two steps.
 
     GPUs of one node share its memory, so each has its share of the host's rate. Raises InputError
     if the trace has no optimizer kernels.
     """
-    started = time.perf_counter()
-    host_rate = min(CPU_ADAM_RATE, hardware.host.memory_rate or CPU_ADAM_RATE)
-    options: dict[str, Any] = {"host_rate": host_rate / len(hardware.gpu)}
-    if streamed:
-        if ssd is None:
-            raise InputError("zero-infinity: streaming optimizer state needs an SSD, there is none")
-        options |= {
-            "streamed": list(streamed),
-            "stream_read_rate": ssd.duplex_read_rate,
-            "stream_write_rate": ssd.duplex_write_rate,
-        }
+    options = _transform_options(hardware, recompute_layers, streamed, ssd)
     changed = cpu_optimizer(trace, options)
-    step = find_host_step(trace)
-    before, after = trace.storages, changed.storages
+    with_activations = with_recomputation(trace, recompute_layers)
+    step = find_host_step(with_activations)
+    before, after = with_activations.storages, changed.storages
     # Every parameter and gradient is kept, in the same order.
     number = np.full(len(before), -1, dtype=np.int64)
     number[np.isin(before.kind, _MODEL)] = np.flatnonzero(np.isin(after.kind, _MODEL))
@@ -151,8 +153,24 @@ def begin_host_step(
         periods=inactive_periods(changed),
         state_bytes=state_bytes,
         written_bytes=int(before.nbytes[step.storage[is_written]].sum()),
-        started=started,
     )
+
+
+def _transform_options(
+    hardware: Hardware, recompute_layers: int, streamed: tuple[str, ...], ssd: Ssd | None
+) -> dict[str, Any]:
+    host_rate = min(CPU_ADAM_RATE, hardware.host.memory_rate or CPU_ADAM_RATE)
+    options: dict[str, Any] = {"host_rate": host_rate / len(hardware.gpu)}
+    if recompute_layers:
+        options["recompute_layers"] = recompute_layers
+    if streamed:
+        assert ssd is not None, "without an SSD every class is on the host"
+        options |= {
+            "streamed": list(streamed),
+            "stream_read_rate": ssd.duplex_read_rate,
+            "stream_write_rate": ssd.duplex_write_rate,
+        }
+    return options
 
 
 def without_state(hardware: Hardware, device: str, state_bytes: int, policy: str) -> Hardware:
@@ -168,17 +186,6 @@ def without_state(hardware: Hardware, device: str, state_bytes: int, policy: str
         return hardware.with_budgets(host_memory=left)
     ssds = [replace(s, capacity_bytes=left) if s.name == device else s for s in hardware.ssd]
     return replace(hardware, ssd=tuple(ssds))
-
-
-def gradient_windows(
-    periods: InactivePeriods, rows: IntArray, visits: Visits, look_ahead: int
-) -> Windows:
-    """Out while the next visit runs, back from ``look_ahead`` visits before the need."""
-    after, end = periods.after_kernel[rows], periods.end_kernel[rows]
-    return Windows(
-        visits.start(visits.of(after) + 2),
-        visits.start(visits.of(end) - look_ahead),
-    )
 
 
 def _bytes_of(trace: Trace, kind: str) -> int:

@@ -41,17 +41,18 @@ def fit_windows(
     wanted: Windows,
     hardware: Hardware,
     *,
+    policy: str,
     staying: str,
 ) -> Windows:
     """The windows nearest to ``wanted`` (unrolled kernels, int64 (rows,)) that fit the GPU.
 
-    Raises CapacityError that names the kernel and ``staying``, what the policy leaves on the GPU,
-    if it does not fit even with the longest absences.
+    Raises CapacityError that names the ``policy``, the kernel and ``staying``, what the policy
+    leaves on the GPU, if it does not fit even with the longest absences.
     """
     windows = longest_absence(periods, rows)
     num_kernels = trace.num_kernels
     size = trace.storages.allocated_bytes[periods.storage[rows]]
-    slack = _slack_bytes(trace, windows, size, hardware, staying)
+    slack = _slack_bytes(trace, windows, size, hardware, policy, staying)
     tree = slack_tree(slack)
     is_tail = periods.is_tail[rows]
     by_need = np.argsort(windows.prefetch_start, kind="stable")
@@ -63,7 +64,12 @@ def fit_windows(
 
 
 def _slack_bytes(
-    trace: Trace, windows: Windows, size: IntArray, hardware: Hardware, staying: str
+    trace: Trace,
+    windows: Windows,
+    size: IntArray,
+    hardware: Hardware,
+    policy: str,
+    staying: str,
 ) -> IntArray:
     """Bytes free at each kernel while all windows are away, int64 (K,)."""
     num_kernels = trace.num_kernels
@@ -79,8 +85,8 @@ def _slack_bytes(
         capacity = hardware.gpu_of_rank(trace.metadata.rank).memory_bytes
         needed = capacity - int(slack[kernel])
         raise CapacityError(
-            f"kernel {kernel} ({trace.kernels.op[kernel]}) needs {needed} bytes "
-            f"({format_bytes(needed)}) of GPU memory with {staying} there, but {capacity} "
-            f"({format_bytes(capacity)}) are available; this policy moves nothing else"
+            f"{policy}: kernel {kernel} ({trace.kernels.op[kernel]}) needs {needed} bytes "
+            f"({format_bytes(needed)}) of GPU memory, because {staying} stay there, but {capacity} "
+            f"({format_bytes(capacity)}) are available"
         )
     return slack

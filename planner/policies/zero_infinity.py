@@ -13,10 +13,10 @@ Modelled on visits (:mod:`teraio.traces.layers`: a layer's kernels of one phase 
 2. Gradients leave as the backward pass produces them, while the next visit runs. With several
    micro-batches the sum so far is fetched as in (1), added to on the GPU, and written again
    (DeepSpeed's ``stage3.py``, partition of gradients).
-3. Saved activations leave at the end of their layer's forward visit, while the next one runs, and
-   come back as in (1). The paper offloads only activation checkpoints and recomputes the rest:
-   without recomputation in the trace this is what makes it fit. ``activations="stay"`` turns it
-   off.
+3. Saved activations leave after their last use in their layer's forward visit, while the next one
+   runs, and come back as in (1). ``activations="checkpoint"`` is the paper's own way: every layer
+   is recomputed (transform ``recompute``), and only the layers' inputs leave; ``"stay"`` moves
+   none.
 4. The optimizer step is a transform (``cpu-optimizer``): the CPU steps each bucket at
    DeepSpeed's speed or the host's memory rate. What of its state, parameters and gradients lies on
    the SSD streams through the host meanwhile, reading and writing at once.
@@ -34,7 +34,8 @@ engine, Python hooks) are not in it. So it is faster than the real system.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import time
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -55,6 +56,7 @@ from teraio.planner.retiming import Windows
 from teraio.planner.slot_packing import align_up
 from teraio.traces.layers import Visits, layer_visits
 from teraio.traces.trace import Trace
+from teraio.traces.transforms.recompute import num_layers
 
 NAME = "zero-infinity"
 PERSISTENT_ELEMENTS = 100_000
@@ -63,7 +65,9 @@ PERSISTENT_ELEMENTS = 100_000
 MOVING = ("activation", "gradient", "parameter")
 """Classes that move, in the order in which they may have the host; optimizer state comes last."""
 
-Activations = Literal["offload", "stay"]
+Activations = Literal["offload", "checkpoint", "stay"]
+
+_STAYING = "all but parameters, gradients and saved activations"
 
 _PACKING_MARGINS = (1.0, 1.1, 1.3)
 """Host room set aside per class, in units of its bytes, in turn, until packing leaves no hole."""
@@ -92,8 +96,9 @@ def plan_zero_infinity(
     """
     if look_ahead_layers < 1:
         raise InputError(f"look_ahead_layers: must be at least 1, got {look_ahead_layers}")
-    if activations not in ("offload", "stay"):
-        raise InputError(f"activations: must be offload or stay, got {activations!r}")
+    if activations not in get_args(Activations):
+        known = ", ".join(get_args(Activations))
+        raise InputError(f"activations: must be one of {known}, got {activations!r}")
     options = {
         "bandwidth_share": bandwidth_share,
         "look_ahead_layers": look_ahead_layers,
@@ -112,20 +117,24 @@ def plan_zero_infinity(
 
 
 def _plan(trace: Trace, hardware: Hardware, options: dict[str, Any], margin: float) -> Plan:
+    started = time.perf_counter()
     ssds = hardware.ssds_of_rank(trace.metadata.rank)
     ssd = ssds[0] if ssds else None
-    hosted = begin_host_step(trace, hardware)
+    layers = num_layers(trace) if options["activations"] == "checkpoint" else 0
+    hosted = begin_host_step(trace, hardware, recompute_layers=layers)
     choice = _choose(hosted, layer_visits(hosted.trace), options)
     tiers = _tiers(hosted, choice.rows, hardware, margin)
     streamed = tuple(
         kind for kind in ("optimizer_state", "parameter", "gradient") if tiers[kind] != HOST
     )
     if streamed:
-        hosted = begin_host_step(trace, hardware, streamed=streamed, ssd=ssd)
+        hosted = begin_host_step(
+            trace, hardware, recompute_layers=layers, streamed=streamed, ssd=ssd
+        )
     left = without_state(hardware, tiers["optimizer_state"], hosted.state_bytes, NAME)
     changed, periods, rows = hosted.trace, hosted.periods, choice.rows
     windows = fit_windows(
-        changed, periods, rows, choice.wanted, hardware, staying=f"{NAME}: what it never moves"
+        changed, periods, rows, choice.wanted, hardware, policy=NAME, staying=_STAYING
     )
     kinds = changed.storages.kind[periods.storage[rows]]
     moves = draft_moves(
@@ -139,14 +148,14 @@ def _plan(trace: Trace, hardware: Hardware, options: dict[str, Any], margin: flo
     )
     options = options | {"tiers": tiers}
     made = build_plan(changed, moves, left, planner=NAME, options=options)
-    return hosted.finish(made, hardware, tiers["optimizer_state"])
+    return hosted.finish(made, hardware, tiers["optimizer_state"], started)
 
 
 def _choose(hosted: HostStepTrace, visits: Visits, options: dict[str, Any]) -> _Choice:
     """(1 to 3) Which periods leave, and when."""
     periods, storages, rows = hosted.periods, hosted.trace.storages, hosted.rows
     look_ahead = options["look_ahead_layers"]
-    offloads = MOVING if options["activations"] == "offload" else MOVING[1:]
+    offloads = MOVING[1:] if options["activations"] == "stay" else MOVING
     rows = rows[np.isin(storages.kind[periods.storage[rows]], offloads)]
     after, end = periods.after_kernel[rows], periods.end_kernel[rows]
     is_parameter, is_tail = hosted.is_kind(rows, "parameter"), periods.is_tail[rows]

@@ -16,6 +16,8 @@ What changes, kernel indices staying as they are:
    nothing beyond, to the policy's advantage.
 4. Storages of ``streamed`` kinds lie on an SSD, read at ``stream_read_rate`` and written at
    ``stream_write_rate`` meanwhile; the slowest of the three sets the time.
+5. With ``recompute_layers`` = N, the first N layers are recomputed besides (transform
+   ``recompute``), as users of both systems do: the GPU then keeps layer inputs only.
 
 Nothing orders a host kernel after the gradients' arrival or the parameters' return after it: moves
 do (see :mod:`teraio.planner.policies.host_step`). The one-step delayed update of ZeRO-Offload
@@ -34,6 +36,7 @@ from teraio.contracts.plan import Accesses
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.errors import InputError
 from teraio.traces.trace import Trace
+from teraio.traces.transforms.recompute import with_recomputation
 
 HOST_PREFIX = "host::"
 """Begins the operator of a kernel that runs on the host."""
@@ -44,7 +47,13 @@ parameters in 2.57 s; 28 bytes each (parameter, gradient, two moments read, thre
 make 109 GB/s. Its rows of 1 and 4 billion give 127 and 109 GB/s."""
 
 _MODEL_STATE = ("parameter", "gradient", "optimizer_state")
-_STREAMED_OPTIONS = ("stream_read_rate", "stream_write_rate", "streamed")
+_OPTIONS = {
+    "host_rate",
+    "stream_read_rate",
+    "stream_write_rate",
+    "streamed",
+    "recompute_layers",
+}
 
 
 @dataclass(frozen=True)
@@ -92,10 +101,12 @@ def cpu_optimizer(trace: Trace, options: Mapping[str, Any]) -> Trace:
     """The trace with its optimizer step on the host; see the module's text.
 
     Options: ``host_rate`` (bytes/s), ``streamed`` (kinds on an SSD, default none) with
-    ``stream_read_rate`` and ``stream_write_rate`` (bytes/s). Raises InputError for another option,
-    a rate that is missing or not above 0, and a trace without optimizer kernels.
+    ``stream_read_rate`` and ``stream_write_rate`` (bytes/s), ``recompute_layers`` (default 0).
+    Raises InputError for another option, a rate that is missing or not above 0, and a trace without
+    optimizer kernels.
     """
     rates = _checked(options)
+    trace = with_recomputation(trace, rates["recompute_layers"])
     step = find_host_step(trace)
     if not step.is_host.any():
         raise InputError("transform cpu-optimizer: the trace has no kernels of phase optimizer")
@@ -123,8 +134,8 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
             "transform cpu-optimizer: the planners zero-offload and zero-infinity apply it, with "
             "the moves that it needs; choose one of them and leave the transform out"
         )
-    rates: dict[str, Any] = {"streamed": []} | dict(options)
-    unknown = sorted(set(rates) - {"host_rate", *_STREAMED_OPTIONS})
+    rates: dict[str, Any] = {"streamed": [], "recompute_layers": 0} | dict(options)
+    unknown = sorted(set(rates) - _OPTIONS)
     if unknown:
         raise InputError(f"transform cpu-optimizer: option {unknown[0]!r} is not known")
     needed = ["host_rate"]

@@ -15,12 +15,20 @@ from teraio.contracts.plan import Plan
 from teraio.errors import InputError
 from teraio.traces.trace import Trace
 from teraio.traces.transforms.cpu_optimizer import cpu_optimizer
+from teraio.traces.transforms.optimizer_in_backward import optimizer_in_backward
+from teraio.traces.transforms.recompute import recompute
 
 Transform = Callable[[Trace, Mapping[str, Any]], Trace]
 """Makes the transformed trace. Raises InputError where the trace does not allow it, and for options
 that it does not know."""
 
-TRANSFORMS: MappingProxyType[str, Transform] = MappingProxyType({"cpu-optimizer": cpu_optimizer})
+TRANSFORMS: MappingProxyType[str, Transform] = MappingProxyType(
+    {
+        "cpu-optimizer": cpu_optimizer,
+        "optimizer-in-backward": optimizer_in_backward,
+        "recompute": recompute,
+    }
+)
 """Transforms by name, as it stands in plans and on the command line."""
 
 
