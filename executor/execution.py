@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -18,6 +18,8 @@ from teraio.errors import InputError, OffloadWarning
 from teraio.executor.compiled_regions import CompiledRegionGuard
 from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.mode import ExecutorMode
+from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
+from teraio.executor.optimizer_in_backward import OptimizerInBackward, SteppingOrder
 from teraio.executor.read_guard import ReadGuard
 from teraio.executor.report import RunReport as RunReport
 from teraio.executor.report import make_report
@@ -30,6 +32,14 @@ from teraio.profiler.scripts import run_script as run_training_script
 from teraio.units import parse_bytes
 
 ON_DRIFT = ("fetch", "stop")
+
+
+class _Guard(Protocol):
+    """What is active for the time of a run."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Execution:
@@ -86,13 +96,15 @@ class Execution:
             stack.enter_context(mode)
             self._mode = mode
             handle = RunHandle(mode)
-            for guard in (
+            guards: list[_Guard] = [
                 ReadGuard(handle),
                 ThreadGuard(mode),
                 ForkGuard(mode, handle.bring_back),
                 CompiledRegionGuard(mode),
                 InterruptGuard(mode),
-            ):
+                *self._stepping(mode),
+            ]
+            for guard in guards:
                 stack.callback(guard.stop)
                 guard.start()
             stack.callback(handle.end)
@@ -180,6 +192,12 @@ class Execution:
             mode.names.add_optimizer(optimizer)
         return mode
 
+    def _stepping(self, mode: ExecutorMode) -> list[OptimizerInBackward]:
+        """What carries out the plan's transform of the training, if it has one."""
+        if self.plan.metadata.transform is None:
+            return []
+        return [OptimizerInBackward(mode, SteppingOrder.of_plan(self.plan), self._optimizers)]
+
     def _make_report(self) -> RunReport:
         if self._mode is None:
             raise RuntimeError("the run has not begun: enter the `with teraio.execute(...)` block")
@@ -253,7 +271,15 @@ def run_script(
 
 
 def check_executable(plan: Plan) -> None:
-    """Raise InputError for a plan whose structure is wrong; warn of one that does not fit."""
+    """Raise InputError for a plan whose structure is wrong or whose transform only a simulation
+    can carry out; warn of one that does not fit.
+    """
+    transform = plan.metadata.transform
+    if transform not in (None, IN_BACKWARD):
+        raise InputError(
+            f"plan: made for training changed by {transform}, which is simulated only; of "
+            f"transforms, {IN_BACKWARD} alone can be executed"
+        )
     verdict = find_violations(plan).verification()
     if not verdict.valid:
         first = verdict.violations[0]

@@ -8,13 +8,14 @@ would otherwise be every parameter, gradient and optimizer state at once.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
+
+from teraio.contracts.signatures import kernel_signature
 
 AUTOMATIC_BUCKETS = 0
 """As a bucket size: a sixteenth of the list, within the bounds below."""
@@ -184,9 +185,8 @@ class SignatureBook:
         key = (name, *[(t.shape, t.dtype) for t in tensors])
         known = self._known.get(key)
         if known is None:
-            text = repr((name, [(tuple(t.shape), str(t.dtype)) for t in tensors]))
-            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-            known = self._known[key] = int.from_bytes(digest, "big") >> 1
+            described = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+            known = self._known[key] = kernel_signature(name, described)
         return known
 
 

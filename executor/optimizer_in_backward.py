@@ -1,0 +1,148 @@
+"""Parameters that step in the backward pass, as a plan of ``optimizer-in-backward`` asks.
+
+A hook on each parameter counts its gradients. With that of the last micro-batch, as soon as all
+parameters of its unit have theirs, the optimizer's own ``step`` runs for that unit alone, which
+gives the same values as a step of all at the end, bit for bit, and the gradients are dropped. The
+loop's call of ``step`` then does what is left: parameters whose gradients did not come in every
+micro-batch, and everything in a run's first step, which creates the optimizer's state.
+
+What a step in the backward pass cannot see must not exist: gradients changed after it (clipping,
+scaled losses), settings changed between it and the loop's call, more backward passes than the plan
+knows of. Each ends the run with an InputError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from teraio.contracts.plan import Plan
+from teraio.contracts.table import MISSING
+from teraio.errors import InputError
+from teraio.executor.early_steps import EarlySteps
+from teraio.executor.patches import Patches
+from teraio.profiler.dispatch import KernelMode
+from teraio.traces.transforms.optimizer_units import find_units
+
+NAME = "optimizer-in-backward"
+
+_REDUCING = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Modules that reduce gradients after the hooks on them have run."""
+
+
+@dataclass(frozen=True)
+class SteppingOrder:
+    """What a plan says of the steps in the backward pass.
+
+    ``units``: names of the parameters that step together; ``kept``: names of those whose gradients
+    the recorded loop keeps from one iteration to the next.
+    """
+
+    units: tuple[tuple[str, ...], ...]
+    kept: frozenset[str]
+    micro_batches: int
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> SteppingOrder:
+        """As the plan's optimizer kernels and gradients tell."""
+        storages = plan.storages
+        lives_on = (storages.kind == "gradient") & (storages.birth == MISSING)
+        names = storages.name[lives_on].tolist()
+        return cls(
+            units=find_units(plan).parameters,
+            kept=frozenset(name.removesuffix(".grad") for name in names),
+            micro_batches=plan.metadata.micro_batches,
+        )
+
+
+class OptimizerInBackward:
+    """Steps the parameters of optimizers early while started; see the module's docstring.
+
+    Optimizers that are not given are noticed at their first step.
+    """
+
+    def __init__(
+        self,
+        mode: KernelMode,
+        order: SteppingOrder,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._mode = mode
+        self._order = order
+        self._optimizers = list(optimizers)
+        self._steps: list[EarlySteps] = []
+        self._patches = Patches()
+        self._handle: Any = None
+        self._thread = threading.get_ident()
+
+    def start(self) -> None:
+        """Hook the parameters. Raises InputError for training that cannot step in its backward."""
+        for optimizer in self._optimizers:
+            self._attach(optimizer)
+        self._handle = register_optimizer_step_pre_hook(self._notice)
+        clipping = importlib.import_module("torch.nn.utils.clip_grad")
+        for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
+            if hasattr(clipping, name):
+                self._patches.wrap(clipping, name, _refusing_to_clip)
+        self._patches.wrap(torch.amp.GradScaler, "scale", _refusing_to_scale)
+
+    def stop(self) -> None:
+        """Take all hooks off."""
+        self._patches.undo()
+        if self._handle is not None:
+            self._handle.remove()
+        for steps in self._steps:
+            steps.detach()
+
+    def _notice(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        is_known = any(steps.optimizer is optimizer for steps in self._steps)
+        if not is_known and threading.get_ident() == self._thread:
+            self._attach(optimizer)
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_models()
+        names = {
+            id(tensor): name
+            for tensor, name, kind in reversed(list(self._mode.names.tensors()))
+            if kind == "parameter"
+        }
+        steps = EarlySteps(optimizer, self._mode, self._order.micro_batches)
+        self._steps.append(steps)
+        steps.attach(names, self._order.units, self._order.kept)
+
+    def _check_models(self) -> None:
+        for model in self._mode.names.models:
+            for module in model.modules():
+                if type(module).__name__ in _REDUCING:
+                    raise InputError(
+                        f"execute: {type(module).__name__} reduces gradients after each "
+                        f"parameter's hook; plan without the transform {NAME}"
+                    )
+
+
+def _refusing_to_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise InputError(
+            f"execute: the plan's transform {NAME} steps parameters before all gradients are "
+            "there, so gradients cannot be clipped; plan without it, or do not clip"
+        )
+
+    return refuse
+
+
+def _refusing_to_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(scaler: Any, outputs: Any) -> Any:
+        if scaler.is_enabled():
+            raise InputError(
+                f"execute: the plan's transform {NAME} steps parameters before a GradScaler "
+                "could unscale their gradients; plan without it, or train in bfloat16"
+            )
+        return original(scaler, outputs)
+
+    return scale
