@@ -42,15 +42,16 @@ class Origins:
         kernel, rank = trace.storages.birth.copy(), trace.storages.birth_ordinal.copy()
         position = np.full(len(kernel), MISSING)
         names, accesses = trace.storages.name, trace.accesses
-        touched, first = np.unique(accesses.storage, return_index=True)
+        is_unnamed = trace.is_persistent.copy()
+        is_unnamed[is_unnamed] = [name.startswith(UNNAMED) for name in names[is_unnamed]]
+        touching = np.flatnonzero(is_unnamed[accesses.storage])
+        rows, at = np.unique(accesses.storage[touching], return_index=True)
+        first = touching[at]
         begin = np.searchsorted(accesses.kernel, accesses.kernel[first], side="left")
         end = np.searchsorted(accesses.kernel, accesses.kernel[first], side="right")
-        is_unnamed = [name.startswith(UNNAMED) for name in names[touched]]
-        at = np.flatnonzero(trace.is_persistent[touched] & np.array(is_unnamed, dtype=bool))
-        rows = touched[at]
-        kernel[rows] = accesses.kernel[first[at]]
-        rank[rows] = RANKS // 2 + (end - 1 - first)[at]
-        position[rows] = (first - begin)[at]
+        kernel[rows] = accesses.kernel[first]
+        rank[rows] = RANKS // 2 + (end - 1 - first)
+        position[rows] = first - begin
         return cls(kernel, rank, position)
 
 
@@ -105,7 +106,7 @@ class Search:
                 strict=True,
             )
         )
-        self.owner = _owning_kernels(kernels.micro_batch)
+        self.owner = owning_kernels(kernels.micro_batch)
         self.micro_batch = np.append(kernels.micro_batch, MISSING)[self.owner]
         self.place = self._places()
 
@@ -124,7 +125,7 @@ class Search:
             zip(
                 phase.tolist(),
                 self.kernel_code.tolist(),
-                _count_from_end(kind).tolist(),
+                count_from_end(kind).tolist(),
                 strict=True,
             )
         )
@@ -204,7 +205,7 @@ def number_distinct(values: Iterable[Hashable]) -> IntArray:
     return np.fromiter((numbers.setdefault(v, len(numbers)) for v in values), dtype=np.int64)
 
 
-def _owning_kernels(micro_batch: IntArray) -> IntArray:
+def owning_kernels(micro_batch: IntArray) -> IntArray:
     """The kernel itself, or the next that belongs to a micro-batch; K after the last; (K,)."""
     count = len(micro_batch)
     owner = np.where(micro_batch == MISSING, count, np.arange(count))
@@ -212,7 +213,7 @@ def _owning_kernels(micro_batch: IntArray) -> IntArray:
     return result
 
 
-def _count_from_end(values: IntArray) -> IntArray:
+def count_from_end(values: IntArray) -> IntArray:
     """How many equal values follow each, int64 (values,)."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
