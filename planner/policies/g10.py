@@ -16,7 +16,9 @@ Modelled:
    goes to the host. Both transfers are booked; if they meet, the period stays. A weight's period
    over the end of the iteration goes to the SSD, is fetched 1.5 transfer times ahead, and books
    nothing (as in the artifact).
-4. Then, in the order of their fetches, all are fetched as early as the target allows.
+4. Then memory is given back as late as the target allows, since unified memory makes no kernel
+   wait for an eviction whose room it does not need; and, in the order of their fetches, all are
+   fetched as early as the target allows.
 
 What it leaves above capacity is paged on demand (G10: unified memory), so a plan need not fit:
 ``evictions`` and ``demand_fetches`` of the simulation say how much. Evicted is the storage whose
@@ -48,7 +50,7 @@ from teraio.planner.greedy_search import MAX_BINS
 from teraio.planner.plan_building import build_plan
 from teraio.planner.policies.g10_choice import choose_like_g10
 from teraio.planner.residency import cyclic_sum, resident_bytes
-from teraio.planner.retiming import Windows, grow_prefetches, kernel_of_bin
+from teraio.planner.retiming import Windows, grow_offloads, grow_prefetches, kernel_of_bin
 from teraio.planner.slack_tree import slack_tree
 from teraio.traces.lifetimes import InactivePeriods
 from teraio.traces.trace import Trace
@@ -136,10 +138,12 @@ def _room_bytes(hardware: Hardware) -> IntArray:
 
 
 def _fetch_eagerly(windows: Windows, size: IntArray, room_bytes: IntArray) -> None:
-    """(4) Move every fetch forward as far as ``room_bytes`` int64 (K,), without moves, allows."""
+    """(4) Evict late and fetch early, as ``room_bytes`` int64 (K,), those without moves, allow."""
     num_kernels = len(room_bytes)
     shift = windows.free_by // num_kernels * num_kernels
     away = cyclic_sum(windows.free_by - shift, windows.prefetch_start - shift, size, num_kernels)
     order = np.argsort(windows.prefetch_start, kind="stable")
     tree = slack_tree(room_bytes + away)
+    latest = np.argsort(-windows.free_by, kind="stable")
+    grow_offloads(tree, num_kernels, windows, size, latest, windows.prefetch_start - 1)
     grow_prefetches(tree, num_kernels, windows, size, order, windows.free_by + 1)
