@@ -45,6 +45,10 @@ class Adaptation:
         self.landing, self.num_unlearnt = landing, 0
         return landing
 
+    def skip_iteration(self) -> None:
+        """Learn nothing from the iteration under way, which no other will be like."""
+        self.observation = None
+
     def _is_believed(self, observation: Observation, *, is_cold: bool) -> bool:
         if is_cold:
             return True

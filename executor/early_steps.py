@@ -36,15 +36,21 @@ class EarlySteps:
     """Hooks on the parameters of an optimizer, and on its ``step``.
 
     Nothing steps early before the loop has called ``step`` once, unless the optimizer has a state
-    already. Errors are InputErrors, raised out of ``backward`` or ``step``.
+    already; ``when_late`` is called then. Errors are InputErrors, raised out of ``backward`` or
+    ``step``.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, mode: KernelMode, micro_batches: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        mode: KernelMode,
+        micro_batches: int,
+        when_late: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self._mode = mode
         self._micro_batches = micro_batches
+        self._when_late = when_late
         self._step = _own_step(optimizer)
         self._is_ready = bool(optimizer.state)
         self._handles: list[Any] = []
@@ -180,6 +186,8 @@ class EarlySteps:
                 "execute: optimizer.step() was given a closure, which runs the backward pass "
                 "again; plan without the transform optimizer-in-backward"
             )
+        if not self._is_ready:
+            self._when_late()
         if not self._stepped:
             return
         self._check_settings(self._read_settings())

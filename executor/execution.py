@@ -196,7 +196,8 @@ class Execution:
         """What carries out the plan's transform of the training, if it has one."""
         if self.plan.metadata.transform is None:
             return []
-        return [OptimizerInBackward(mode, SteppingOrder.of_plan(self.plan), self._optimizers)]
+        order, skip = SteppingOrder.of_plan(self.plan), mode.adaptation.skip_iteration
+        return [OptimizerInBackward(mode, order, self._optimizers, when_late=skip)]
 
     def _make_report(self) -> RunReport:
         if self._mode is None:

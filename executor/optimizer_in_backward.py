@@ -64,7 +64,8 @@ class SteppingOrder:
 class OptimizerInBackward:
     """Steps the parameters of optimizers early while started; see the module's docstring.
 
-    Optimizers that are not given are noticed at their first step.
+    Optimizers that are not given are noticed at their first step. ``when_late`` is called in a
+    first step at which everything steps as the loop says.
     """
 
     def __init__(
@@ -72,10 +73,13 @@ class OptimizerInBackward:
         mode: KernelMode,
         order: SteppingOrder,
         optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        when_late: Callable[[], None] = lambda: None,
     ) -> None:
         self._mode = mode
         self._order = order
         self._optimizers = list(optimizers)
+        self._when_late = when_late
         self._steps: list[EarlySteps] = []
         self._patches = Patches()
         self._handle: Any = None
@@ -112,7 +116,7 @@ class OptimizerInBackward:
             for tensor, name, kind in reversed(list(self._mode.names.tensors()))
             if kind == "parameter"
         }
-        steps = EarlySteps(optimizer, self._mode, self._order.micro_batches)
+        steps = EarlySteps(optimizer, self._mode, self._order.micro_batches, self._when_late)
         self._steps.append(steps)
         steps.attach(names, self._order.units, self._order.kept)
 

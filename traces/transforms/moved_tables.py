@@ -161,7 +161,7 @@ def _accesses(trace: Trace, order: KernelOrder, parts: _Parts) -> Accesses:
     views = _pending_views(trace, order)
     pending = np.array(sorted(views), dtype=np.int64)
     is_pending = np.zeros(len(old), dtype=bool)
-    is_pending[pending] = True
+    is_pending[pending] = ~(old.reads | old.writes)[pending]
     kept = np.flatnonzero((old.kernel < order.first) & ~is_pending)
     rows = [(kept, order.new_of_kept[old.kernel[kept]], parts.new_row[old.storage[kept]])]
     moved = np.flatnonzero((old.kernel >= order.first) & ~is_pending)
@@ -169,14 +169,17 @@ def _accesses(trace: Trace, order: KernelOrder, parts: _Parts) -> Accesses:
     kernels = np.array([views[row] for row in pending.tolist()], dtype=np.int64)
     # Views come first among what a kernel touches.
     rows.insert(0, (pending, kernels, parts.new_row[old.storage[pending]]))
+    is_used = np.ones(sum(len(source) for source, _, _ in rows), dtype=bool)
+    is_used[: len(pending)] = False
     source, kernel, storage = (np.concatenate(column) for column in zip(*rows, strict=True))
     by_kernel = np.argsort(kernel, kind="stable")
     source, kernel, storage = source[by_kernel], kernel[by_kernel], storage[by_kernel]
+    is_used = is_used[by_kernel]
     key = kernel * max(1, len(parts.source)) + storage
     _, first, merged = np.unique(key, return_index=True, return_inverse=True)
     reads, writes = np.zeros(len(first), dtype=bool), np.zeros(len(first), dtype=bool)
-    np.logical_or.at(reads, merged, old.reads[source])
-    np.logical_or.at(writes, merged, old.writes[source])
+    np.logical_or.at(reads, merged, is_used & old.reads[source])
+    np.logical_or.at(writes, merged, is_used & old.writes[source])
     in_order = np.argsort(first)
     kept_rows = first[in_order]
     return Accesses(kernel[kept_rows], storage[kept_rows], reads[in_order], writes[in_order])
@@ -204,10 +207,11 @@ def _moved_accesses(
 
 
 def _pending_views(trace: Trace, order: KernelOrder) -> dict[int, int]:
-    """New kernel of each access that is a mere view, made before a hook whose step now comes first.
+    """New kernel of each storage viewed before a hook, whose step makes it resident now.
 
-    By old row. Views before a kernel are told in their order, and that of a gradient is made right
-    before its hook.
+    By old row. What a kernel touches is told in order, views first, and that of a gradient is made
+    right before its hook. So all that stands before it was viewed before, whatever the kernel does
+    with it itself.
     """
     accesses, storages, first = trace.accesses, trace.storages, order.first
     pending: dict[int, int] = {}
@@ -217,13 +221,13 @@ def _pending_views(trace: Trace, order: KernelOrder) -> dict[int, int]:
         units.sort(key=lambda u: order.hooks[u].rank)
         for row in range(begin, end):
             storage = accesses.storage[row]
-            is_view = not accesses.reads[row] and not accesses.writes[row]
-            if not is_view or storages.birth[storage] == kernel:
+            if storages.birth[storage] == kernel:
                 continue
+            is_view = not accesses.reads[row] and not accesses.writes[row]
             unit = next((u for u in units if order.hooks[u].rank >= row), None)
             if unit is not None:
                 pending[row] = order.span[unit][0]
-            elif kernel == first and order.units.owner[storage] not in order.placed[0]:
+            elif is_view and kernel == first and order.units.owner[storage] not in order.placed[0]:
                 # The user's own step has no kernels left: whatever runs last takes it along.
                 pending[row] = order.span[units[-1]][0] if units else len(order.source) - 1
     return pending
