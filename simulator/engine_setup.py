@@ -43,20 +43,38 @@ def build_engine(trace: Trace, plan: Plan | None, machine: Machine, *, record: b
     more than the GPU has, CapacityError if storages off the GPU find no room.
     """
     moves = no_moves() if plan is None else check_moves(trace, plan, machine)
-    queues = build_queues(moves, trace.num_kernels, len(machine.channel_names))
-    held_bytes = planned_gpu_bytes(
-        moves, trace.storages.allocated_bytes, kernel_times(trace).live_bytes
-    )
-    gpu_bytes = held_bytes + trace.kernels.workspace_bytes
+    gpu_bytes = _gpu_bytes(trace, moves)
     is_paged = bool(gpu_bytes.max() > machine.gpu_memory_bytes)
     if is_paged:
         check_feasible(trace, machine.gpu_memory_bytes)
-    pages = build_pages(trace, plan, moves, machine) if is_paged else no_pages()
+    pages = build_pages(trace, plan, moves, machine) if is_paged else None
+    return _engine(trace, moves, machine, pages, host_stall_seconds(trace, plan), record=record)
+
+
+def engine_of_moves(trace: Trace, moves: PlannedMoves, machine: Machine, *, record: bool) -> Engine:
+    """The engine for moves that are right and fit, without a plan: what planners judge by."""
+    return _engine(trace, moves, machine, None, host_stall_seconds(trace, None), record=record)
+
+
+def _engine(
+    trace: Trace,
+    moves: PlannedMoves,
+    machine: Machine,
+    pages_or_none: Pages | None,
+    stall_seconds: float,
+    *,
+    record: bool,
+) -> Engine:
+    """``pages_or_none``: residency to track, if the moves do not fit."""
+    is_paged = pages_or_none is not None
+    pages = pages_or_none or no_pages()
+    queues = build_queues(moves, trace.num_kernels, len(machine.channel_names))
+    gpu_bytes = _gpu_bytes(trace, moves)
     rates, is_known = _empty_rate_table(len(machine.channel_names))
     return Engine(
         stream=_stream(trace, pages, machine, is_paged),
         account=records(ACCOUNT, 1),
-        kernels=_kernels(trace, gpu_bytes, pages, host_stall_seconds(trace, plan)),
+        kernels=_kernels(trace, gpu_bytes, pages, stall_seconds),
         accesses=pages.accesses,
         lists=pages.lists,
         storages=pages.storages,
@@ -76,6 +94,15 @@ def build_engine(trace: Trace, plan: Plan | None, machine: Machine, *, record: b
         slowdown=machine.slowdown,
         log=records(EVENT, 0) if not record else _empty_log(trace, queues, is_paged),
     )
+
+
+def _gpu_bytes(trace: Trace, moves: PlannedMoves) -> IntArray:
+    """What each kernel finds on the GPU in index space, int64 (K,)."""
+    held_bytes = planned_gpu_bytes(
+        moves, trace.storages.allocated_bytes, kernel_times(trace).live_bytes
+    )
+    result: IntArray = held_bytes + trace.kernels.workspace_bytes
+    return result
 
 
 def check_feasible(trace: Trace, gpu_memory_bytes: int) -> None:

@@ -1,0 +1,1 @@
+"""The optimal planner: a fluid program as guide, rounded, timed exactly, judged by simulation."""

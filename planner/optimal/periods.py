@@ -1,0 +1,117 @@
+"""What the optimal planner decides about: inactive periods as flat arrays, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from teraio.contracts.hardware import Hardware
+from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.planner.clean_copies import move_versions
+from teraio.planner.residency import cyclic_sum
+from teraio.simulator.machine_arrays import Machine, machine_arrays
+from teraio.traces.lifetimes import InactivePeriods, inactive_periods, live_bytes
+from teraio.traces.trace import Trace
+
+STAYS = -1
+"""Device of a period whose storage does not leave."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A trace, a machine with budgets, and the periods that may leave, (rows,) each.
+
+    ``period`` is the row among the trace's inactive periods. ``away_first`` and ``away_end``
+    (unrolled kernels) are the longest absence possible; ``end`` is the next access, of a tail the
+    death. Rows of one version follow each other in ``by_version``, which begins anew where
+    ``begins_version``. ``resident_bytes`` int64 (K,) is what each kernel finds with nothing away.
+    A choice is an int64 array of devices per row, as the machine counts them, or STAYS.
+    """
+
+    trace: Trace
+    hardware: Hardware
+    machine: Machine
+    all_periods: InactivePeriods
+    period: IntArray
+    storage: IntArray
+    after: IntArray
+    end: IntArray
+    away_first: IntArray
+    away_end: IntArray
+    is_tail: BoolArray
+    is_unwritten: BoolArray
+    num_bytes: IntArray
+    relief_bytes: IntArray
+    seconds: FloatArray
+    by_version: IntArray
+    begins_version: BoolArray
+    resident_bytes: IntArray
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernels in an iteration."""
+        return self.trace.num_kernels
+
+    @property
+    def capacity_bytes(self) -> int:
+        """GPU memory that the plan may use."""
+        return self.machine.gpu_memory_bytes
+
+    @classmethod
+    def of(cls, trace: Trace, hardware: Hardware) -> Problem:
+        """``hardware`` holds the budgets."""
+        periods = inactive_periods(trace)
+        storages, num_kernels = trace.storages, trace.num_kernels
+        can_move = storages.resizable & (storages.nbytes > 0)
+        period = np.flatnonzero(can_move[periods.storage])
+        storage, after = periods.storage[period], periods.after_kernel[period]
+        end, is_tail = periods.end_kernel[period], periods.is_tail[period]
+        version, position, is_unwritten = move_versions(
+            storage, after, storages, trace.accesses, num_kernels
+        )
+        order = np.lexsort((position, version, storage))
+        begins = np.ones(len(order), dtype=bool)
+        begins[1:] = (np.diff(storage[order]) != 0) | (np.diff(version[order]) != 0)
+        return cls(
+            trace=trace,
+            hardware=hardware,
+            machine=machine_arrays(hardware, trace.metadata.rank),
+            all_periods=periods,
+            period=period,
+            storage=storage,
+            after=after,
+            end=end,
+            away_first=after + 1,
+            away_end=end + is_tail,
+            is_tail=is_tail,
+            is_unwritten=is_unwritten,
+            num_bytes=storages.nbytes[storage],
+            relief_bytes=storages.allocated_bytes[storage],
+            seconds=periods.seconds[period],
+            by_version=order,
+            begins_version=begins,
+            resident_bytes=live_bytes(trace, allocated=True) + trace.kernels.workspace_bytes,
+        )
+
+    def writes(self, device: IntArray) -> BoolArray:
+        """Whether each row's move writes its copy, bool (rows,); a copy on the same device that an
+        earlier move of the version left is used again.
+        """
+        order = self.by_version
+        chosen = device[order] != STAYS
+        rows, version = order[chosen], np.cumsum(self.begins_version)[chosen]
+        is_first = np.ones(len(rows), dtype=bool)
+        is_first[1:] = (np.diff(version) != 0) | (np.diff(device[rows]) != 0)
+        result = np.zeros(len(device), dtype=bool)
+        result[rows] = is_first & ~self.is_unwritten[rows]
+        return result
+
+    def resident_with(self, rows: IntArray, away_first: IntArray, away_end: IntArray) -> IntArray:
+        """Bytes that each kernel finds if these rows are away in those kernels, int64 (K,)."""
+        lap = away_first // self.num_kernels * self.num_kernels
+        away = cyclic_sum(
+            away_first - lap, away_end - lap, self.relief_bytes[rows], self.num_kernels
+        )
+        result: IntArray = self.resident_bytes - away
+        return result
