@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from teraio.errors import InputError
+from teraio.executor.stepping_order import SteppingOrder
 from teraio.profiler.dispatch import KernelMode
 
 _UNCUT_BYTES = 2**62
@@ -44,48 +45,43 @@ class EarlySteps:
         self,
         optimizer: torch.optim.Optimizer,
         mode: KernelMode,
-        micro_batches: int,
+        order: SteppingOrder,
+        names: Mapping[int, str],
         when_late: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self._mode = mode
-        self._micro_batches = micro_batches
+        self._order = order
+        self._names = names
+        self._micro_batches = order.micro_batches
         self._when_late = when_late
         self._step = _own_step(optimizer)
         self._is_ready = bool(optimizer.state)
         self._handles: list[Any] = []
-        self._names: Mapping[int, str] = {}
-        self._kept: set[int] = set()
         self._unit_of: dict[int, _Unit] = {}
         self._num_gradients: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._settings: Any = None
+        self._is_scaled = False
         self._whole_groups: list[list[torch.nn.Parameter]] | None = None
 
-    def attach(
-        self,
-        names: Mapping[int, str],
-        units: Sequence[Sequence[str]],
-        kept: frozenset[str],
-    ) -> None:
-        """Set the hooks. ``names``: of parameters by ``id``; ``units``: names that step together;
-        ``kept``: names of those whose gradients stay.
-        """
+    def attach(self) -> None:
+        """Set the hooks. Raises InputError for parameters and optimizers that cannot have any."""
         if self.optimizer._optimizer_step_pre_hooks:
             raise InputError(
                 "execute: the optimizer has step pre-hooks, which would run after parameters have "
                 "stepped; plan without the transform optimizer-in-backward"
             )
-        self._names = names
-        unit_of_name = {name: number for number, unit in enumerate(units) for name in unit}
+        units = enumerate(self._order.units)
+        unit_of_name = {name: number for number, unit in units for name in unit}
         groups = self.optimizer.param_groups
         by_number: dict[int, _Unit] = {}
         for index, group in enumerate(groups):
             for parameter in group["params"]:
-                name = names.get(id(parameter), "")
+                name = self._names.get(id(parameter), "")
                 number = unit_of_name.get(name, -1 - len(self._unit_of))
                 unit = by_number.setdefault(number, _Unit([[] for _ in groups]))
-                self._add(parameter, unit, index, is_kept=name in kept)
+                self._add(parameter, unit, index)
         self._handles += [
             self.optimizer.register_step_pre_hook(self._step_begins),
             self.optimizer.register_step_post_hook(self._step_ends),
@@ -98,9 +94,7 @@ class EarlySteps:
             handle.remove()
         self._restore_groups()
 
-    def _add(
-        self, parameter: torch.nn.Parameter, unit: _Unit, group: int, *, is_kept: bool
-    ) -> None:
+    def _add(self, parameter: torch.nn.Parameter, unit: _Unit, group: int) -> None:
         if hasattr(parameter, "__tensor_flatten__"):
             raise InputError(
                 f"execute: {self._name(parameter)} is sharded, and its gradient is reduced after "
@@ -109,8 +103,6 @@ class EarlySteps:
         unit.by_group[group].append(parameter)
         unit.size += 1
         self._unit_of[id(parameter)] = unit
-        if is_kept:
-            self._kept.add(id(parameter))
         if parameter.requires_grad:
             hook = parameter.register_post_accumulate_grad_hook(self._gradient_came)
             self._handles.append(hook)
@@ -140,6 +132,7 @@ class EarlySteps:
         if self._settings is None:
             self._settings = settings
         self._check_settings(settings)
+        self._scale(unit)
         with self._only(unit.by_group), self._as_optimizer():
             self._step(self.optimizer)
         if self._read_settings() != settings:
@@ -150,8 +143,16 @@ class EarlySteps:
             )
         for parameter in unit.parameters:
             self._stepped.add(id(parameter))
-            if id(parameter) not in self._kept:
+            if self._names.get(id(parameter)) not in self._order.kept:
                 parameter.grad = None
+
+    @torch.no_grad()
+    def _scale(self, unit: _Unit) -> None:
+        """Divide gradients as the pipeline's schedule would after the last backward pass."""
+        for parameter in unit.parameters:
+            is_scaled = self._names.get(id(parameter)) in self._order.scaled
+            if is_scaled and parameter.grad is not None:
+                parameter.grad.div_(float(self._micro_batches))
 
     @contextmanager
     def _only(self, by_group: list[list[torch.nn.Parameter]]) -> Iterator[None]:
@@ -177,7 +178,19 @@ class EarlySteps:
         finally:
             mode.in_optimizer, mode.bucket_bytes = before
 
-    # The loop's own call
+    # After it
+
+    def gradients_are_scaled(self, factor: float) -> None:
+        """A pipeline's schedule divides by ``factor`` those gradients that are left."""
+        if self._stepped and (factor != self._micro_batches or not self._order.scaled):
+            self._refuse_scaling(f"divides gradients by {factor:g}")
+        self._is_scaled = True
+
+    def _refuse_scaling(self, what: str) -> None:
+        raise InputError(
+            f"execute: the loop {what}, other than the plan's trace, and parameters have stepped; "
+            "plan from a trace of this loop, or without the transform optimizer-in-backward"
+        )
 
     def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Leave to the loop's step what has not stepped."""
@@ -190,6 +203,8 @@ class EarlySteps:
             self._when_late()
         if not self._stepped:
             return
+        if self._order.scaled and not self._is_scaled:
+            self._refuse_scaling("divides no gradients in a pipeline's schedule")
         self._check_settings(self._read_settings())
         groups = self.optimizer.param_groups
         self._whole_groups = [group["params"] for group in groups]
@@ -213,6 +228,7 @@ class EarlySteps:
         self._num_gradients.clear()
         self._stepped.clear()
         self._settings = None
+        self._is_scaled = False
         for unit in self._unit_of.values():
             unit.missing = unit.size
 

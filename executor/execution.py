@@ -19,12 +19,13 @@ from teraio.executor.compiled_regions import CompiledRegionGuard
 from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
-from teraio.executor.optimizer_in_backward import OptimizerInBackward, SteppingOrder
+from teraio.executor.optimizer_in_backward import OptimizerInBackward
 from teraio.executor.read_guard import ReadGuard
 from teraio.executor.report import RunReport as RunReport
 from teraio.executor.report import make_report
 from teraio.executor.residency import Residency
 from teraio.executor.run_handle import RunHandle
+from teraio.executor.stepping_order import SteppingOrder
 from teraio.executor.thread_guard import ForkGuard, ThreadGuard
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.profiler.allocator_settings import exact_blocks

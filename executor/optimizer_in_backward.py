@@ -14,51 +14,24 @@ knows of. Each ends the run with an InputError.
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from teraio.contracts.plan import Plan
-from teraio.contracts.table import MISSING
 from teraio.errors import InputError
 from teraio.executor.early_steps import EarlySteps
 from teraio.executor.patches import Patches
+from teraio.executor.stepping_order import SteppingOrder
 from teraio.profiler.dispatch import KernelMode
-from teraio.traces.transforms.optimizer_units import find_units
 
 NAME = "optimizer-in-backward"
 
 _REDUCING = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Modules that reduce gradients after the hooks on them have run."""
-
-
-@dataclass(frozen=True)
-class SteppingOrder:
-    """What a plan says of the steps in the backward pass.
-
-    ``units``: names of the parameters that step together; ``kept``: names of those whose gradients
-    the recorded loop keeps from one iteration to the next.
-    """
-
-    units: tuple[tuple[str, ...], ...]
-    kept: frozenset[str]
-    micro_batches: int
-
-    @classmethod
-    def of_plan(cls, plan: Plan) -> SteppingOrder:
-        """As the plan's optimizer kernels and gradients tell."""
-        storages = plan.storages
-        lives_on = (storages.kind == "gradient") & (storages.birth == MISSING)
-        names = storages.name[lives_on].tolist()
-        return cls(
-            units=find_units(plan).parameters,
-            kept=frozenset(name.removesuffix(".grad") for name in names),
-            micro_batches=plan.metadata.micro_batches,
-        )
 
 
 class OptimizerInBackward:
@@ -83,6 +56,7 @@ class OptimizerInBackward:
         self._steps: list[EarlySteps] = []
         self._patches = Patches()
         self._handle: Any = None
+        self._watches_pipelines = False
         self._thread = threading.get_ident()
 
     def start(self) -> None:
@@ -111,14 +85,33 @@ class OptimizerInBackward:
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_models()
+        self._watch_pipelines()
         names = {
             id(tensor): name
             for tensor, name, kind in reversed(list(self._mode.names.tensors()))
             if kind == "parameter"
         }
-        steps = EarlySteps(optimizer, self._mode, self._order.micro_batches, self._when_late)
+        steps = EarlySteps(optimizer, self._mode, self._order, names, self._when_late)
         self._steps.append(steps)
-        steps.attach(names, self._order.units, self._order.kept)
+        steps.attach()
+
+    def _watch_pipelines(self) -> None:
+        """Be told when a pipeline's schedule scales gradients, some of which are gone by then."""
+        stage = sys.modules.get("torch.distributed.pipelining.stage")
+        base = getattr(stage, "_PipelineStageBase", None)
+        if base is None or self._watches_pipelines:
+            return
+        self._watches_pipelines = True
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def scale_grads(stage: Any, grad_scale_factor: float) -> Any:
+                for steps in self._steps:
+                    steps.gradients_are_scaled(grad_scale_factor)
+                return original(stage, grad_scale_factor)
+
+            return scale_grads
+
+        self._patches.wrap(base, "scale_grads", make)
 
     def _check_models(self) -> None:
         for model in self._mode.names.models:

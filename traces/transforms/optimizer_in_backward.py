@@ -7,6 +7,9 @@ the GPU and gradients leave it while the backward pass goes on. That is the orde
 ``teraio.execute`` runs a plan that names this transform: hooks on the gradients step the
 parameters, and drop gradients unless the recorded loop kept them (``set_to_none=False``).
 
+Where a pipeline's schedule divides all gradients by the number of micro-batches before the step,
+each is divided right before its own step.
+
 Refused is what would change results: a kernel between the new place of a step and its old one that
 uses what the step writes, or writes what the step uses (clipping by a norm of all gradients, scaled
 losses), and an optimizer that looks across parameters.
@@ -33,7 +36,7 @@ from teraio.traces.transforms.gradient_hooks import Hook, find_hooks
 from teraio.traces.transforms.kernel_order import KernelOrder
 from teraio.traces.transforms.moved_tables import reordered
 from teraio.traces.transforms.optimizer_kernels import place_kernels
-from teraio.traces.transforms.optimizer_units import OptimizerUnits, find_units
+from teraio.traces.transforms.optimizer_units import OptimizerUnits, find_units, scaled_gradients
 
 
 def optimizer_in_backward(trace: Trace, options: Mapping[str, Any]) -> Trace:
@@ -47,6 +50,8 @@ def optimizer_in_backward(trace: Trace, options: Mapping[str, Any]) -> Trace:
     units = find_units(trace)
     placed = place_kernels(units, trace.kernels.op[first:].tolist())
     hooks = find_hooks(trace, units)
+    scaling = [(int(units.owner[storage]),) for storage in _scaled_last(trace, units, first)]
+    first, placed = first - len(scaling), scaling + placed
     _check_dependences(trace, units, hooks, first)
     return reordered(trace, KernelOrder(first, units, placed, hooks))
 
@@ -69,6 +74,17 @@ def _first_optimizer_kernel(trace: Trace) -> int:
             "step but is not the optimizer's (a closure?); plan without the transform"
         )
     return int(kernels[0])
+
+
+def _scaled_last(trace: Trace, units: OptimizerUnits, first: int) -> list[int]:
+    """Gradients that the kernels right before the optimizer step scale, one each, in order."""
+    scaled = scaled_gradients(trace)
+    gradients: list[int] = []
+    while (storage := scaled.get(first - 1 - len(gradients))) is not None:
+        if units.owner[storage] < 0 or trace.storages.birth[storage] == MISSING:
+            break
+        gradients.insert(0, storage)
+    return gradients
 
 
 def _check_dependences(trace: Trace, units: OptimizerUnits, hooks: list[Hook], first: int) -> None:

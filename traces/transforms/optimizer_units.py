@@ -77,6 +77,21 @@ def find_units(source: Trace | Plan) -> OptimizerUnits:
     return units
 
 
+def scaled_gradients(source: Trace | Plan) -> dict[int, int]:
+    """Gradient by the kernel outside all passes that divides it in place, and uses nothing else.
+
+    So does the schedule of a pipeline (``scale_grads``), after its last backward pass.
+    """
+    is_division = (source.kernels.phase == "other") & (source.kernels.op == "aten.div_.Tensor")
+    kernels = np.flatnonzero(is_division)
+    touched, _ = _touched(source, kernels)
+    return {
+        kernel: storages[0]
+        for kernel, storages in zip(kernels.tolist(), touched, strict=True)
+        if len(storages) == 1 and source.storages.kind[storages[0]] == "gradient"
+    }
+
+
 def _touched(source: Trace | Plan, kernels: IntArray) -> tuple[list[list[int]], np.ndarray]:
     """Storages that each of the kernels accesses, in order, and which ones any of them writes."""
     accesses = source.accesses
