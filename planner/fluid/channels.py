@@ -46,6 +46,19 @@ def shared_rates(hardware: Hardware, rank: int, tiers: list[Tier]) -> list[Share
     return [*alone, Shared(link.name, tuple(tier.name for tier in tiers), link)]
 
 
+def is_no_limit(link: Shared, hardware: Hardware) -> bool:
+    """Whether a link carries all that its devices can move, both ways at once.
+
+    Its rows would say nothing, and rates far above all others only blur the numbers.
+    """
+    rates: list[Rates] = [ssd for ssd in hardware.ssd if ssd.name in link.devices]
+    rates += [hardware.host] if HOST in link.devices else []
+    return (
+        sum(part.read_rate for part in rates) <= link.rates.duplex_read_rate
+        and sum(part.write_rate for part in rates) <= link.rates.duplex_write_rate
+    )
+
+
 def hull(
     read: float, write: float, duplex_read: float, duplex_write: float
 ) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.clean_copies import move_versions
+from teraio.planner.fluid.sequences import labels_of_runs, ranges
 from teraio.planner.fluid.slots import Slots
 from teraio.planner.residency import cyclic_sum
 from teraio.traces.lifetimes import InactivePeriods, inactive_periods, live_bytes
@@ -51,13 +52,20 @@ def movable_periods(trace: Trace) -> tuple[InactivePeriods, BoolArray]:
     return periods, trace.storages.resizable[periods.storage]
 
 
-def gap_classes(trace: Trace, slots: Slots, *, with_tails: bool = False) -> GapClasses:
-    """Classes of all gaps of movable storages (F3: however short), with or without tails (F4)."""
+def gap_classes(
+    trace: Trace, slots: Slots, *, with_tails: bool = False, only: BoolArray | None = None
+) -> GapClasses:
+    """Classes of all gaps of movable storages (F3: however short), with or without tails (F4).
+
+    ``only`` bool (inactive periods,) leaves the others out, which no bound may do.
+    """
     periods, is_movable = movable_periods(trace)
     storages, num_kernels = trace.storages, trace.num_kernels
     is_movable &= storages.nbytes[periods.storage] > 0
     if not with_tails:
         is_movable &= ~periods.is_tail
+    if only is not None:
+        is_movable &= only
     rows = np.flatnonzero(is_movable)
     version, position, is_unwritten = move_versions(
         periods.storage[rows], periods.after_kernel[rows], storages, trace.accesses, num_kernels
@@ -69,7 +77,7 @@ def gap_classes(trace: Trace, slots: Slots, *, with_tails: bool = False) -> GapC
     begins = np.ones(len(rows), dtype=bool)
     begins[1:] = (storage[1:] != storage[:-1]) | (version[1:] != version[:-1])
     first = np.flatnonzero(begins)
-    versions = _Versions(
+    versions = Versions(
         release=slots.unrolled(2 * position + 1),
         due=slots.unrolled(2 * (position + length) - np.where(periods.is_tail[rows], 0, 1)),
         is_tail=periods.is_tail[rows],
@@ -82,7 +90,7 @@ def gap_classes(trace: Trace, slots: Slots, *, with_tails: bool = False) -> GapC
     return _merge(versions, len(slots), rows, row_of_period)
 
 
-class _Versions(NamedTuple):
+class Versions(NamedTuple):
     """Per gap ``release``, ``due``, ``is_tail``; per version its first gap, number of gaps, bytes,
     kind.
     """
@@ -95,34 +103,34 @@ class _Versions(NamedTuple):
     num_bytes: IntArray
     is_unwritten: BoolArray
 
-    def of(self, who: IntArray | BoolArray) -> _Versions:
+    def of(self, who: IntArray | BoolArray) -> Versions:
         """These versions only; the gaps stay."""
         chosen = (self.first[who], self.num_gaps[who], self.num_bytes[who], self.is_unwritten[who])
-        return _Versions(self.release, self.due, self.is_tail, *chosen)
+        return Versions(self.release, self.due, self.is_tail, *chosen)
 
 
 def _merge(
-    versions: _Versions, num_slots: int, periods: IntArray, row_of_period: IntArray
+    versions: Versions, num_slots: int, periods: IntArray, row_of_period: IntArray
 ) -> GapClasses:
     """Add up versions that agree in every slot; ``periods`` tells which period each gap is."""
     release, due = versions.release, versions.due
     # Away within one slot: bytes that are given away for nothing (F1).
     lone_in_slot = (versions.num_gaps == 1) & (release == due)[versions.first]
     versions = versions.of(~lone_in_slot | versions.is_unwritten)
-    label = _labels(versions)
+    label = labels_of_versions(versions)
     classes, example = np.unique(label, return_index=True)
     num_bytes = np.zeros(len(classes), dtype=np.int64)
     np.add.at(num_bytes, label, versions.num_bytes)
     alike = versions.of(example)
     base = np.cumsum(alike.num_gaps) - alike.num_gaps
-    gap = _ranges(alike.first, alike.num_gaps)
+    gap = ranges(alike.first, alike.num_gaps)
     last = base + alike.num_gaps - 1
     previous = np.arange(len(gap)) - 1
     previous_due = due[gap[previous]]
     previous[base] = np.where(alike.is_unwritten, last, -1)
     previous_due[base] = due[gap[last]] - num_slots
-    members = _ranges(versions.first, versions.num_gaps)
-    row_of_period[periods[members]] = _ranges(base[label], versions.num_gaps)
+    members = ranges(versions.first, versions.num_gaps)
+    row_of_period[periods[members]] = ranges(base[label], versions.num_gaps)
     return GapClasses(
         release=release[gap],
         due=due[gap],
@@ -134,31 +142,13 @@ def _merge(
     )
 
 
-def _labels(versions: _Versions) -> IntArray:
+def labels_of_versions(versions: Versions) -> IntArray:
     """Equal for versions that agree in every slot; 0, 1, ... in the order in which they appear."""
-    pair = versions.release * (int(versions.due.max(initial=0)) + 1) + versions.due
-    pair = 2 * pair + versions.is_tail
-    label = np.zeros(len(versions.first), dtype=np.int64)
-    used = 0
-    for num_gaps in np.unique(versions.num_gaps).tolist():
-        who = np.flatnonzero(versions.num_gaps == num_gaps)
-        gaps = versions.first[who, np.newaxis] + np.arange(num_gaps)
-        keys = np.column_stack((pair[gaps], versions.is_unwritten[who]))
-        found, inverse = np.unique(keys, axis=0, return_inverse=True)
-        label[who] = used + inverse.reshape(-1)
-        used += len(found)
-    _, appears, label = np.unique(label, return_index=True, return_inverse=True)
-    rank = np.empty(len(appears), dtype=np.int64)
-    rank[np.argsort(appears)] = np.arange(len(appears))
-    result: IntArray = rank[label.reshape(-1)]
-    return result
-
-
-def _ranges(first: IntArray, count: IntArray) -> IntArray:
-    """first, first + 1, ... of each, ``count`` long, one after the other."""
-    start = np.cumsum(count) - count
-    result: IntArray = np.repeat(first - start, count) + np.arange(int(count.sum()))
-    return result
+    table: IntArray = np.column_stack(
+        (versions.release, versions.due, versions.is_tail.astype(np.int64))
+    )
+    own = versions.is_unwritten[:, np.newaxis].astype(np.int64)
+    return labels_of_runs(versions.first, versions.num_gaps, table, own)
 
 
 def needed_bytes(

@@ -26,6 +26,7 @@ back, K is kept copies):
         host memory: sum of weight x (r_s + w_s) <= rate x T_s
     (9) K_{s+1} = K_s + sum_{b_p = s} q_g - sum_{a_g = s} q_g, anchored like (4), and
         O_s + P_s + K_s <= capacity of the tier
+   (10) per SSD whose writes are limited: sum of w_s <= bytes per second x sum of T_s
 
 Why each is implied by a plan: a write is issued after the last access and has ended before kernel
 free_by starts, so its bytes flow between a_g and that kernel; a read begins after the kernel before
@@ -40,17 +41,19 @@ Units: ``byte_unit`` bytes and ``second_unit`` seconds per unit of a variable; n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from teraio.contracts.hardware import HOST, Hardware, Link, Rates
+from teraio.contracts.hardware import Hardware, Link
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
-from teraio.planner.fluid.channels import Shared, Tier, hull_of, shared_rates, tiers_of
+from teraio.planner.fluid.channels import Shared, Tier, hull_of, is_no_limit, shared_rates, tiers_of
 from teraio.planner.fluid.classes import GapClasses
 from teraio.planner.fluid.linear_program import LinearProgram, ProgramBuilder, Values
+from teraio.planner.fluid.sequences import cyclic_totals
 from teraio.planner.fluid.slots import Slots
+from teraio.planner.fluid.structure import Anchor, RowBlock, Span
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,6 @@ class RateRow:
     shared: Shared
     face: int
     rows: IntArray
-
-
-class RowBlock(NamedTuple):
-    """Rows of one kind, and the slot or the gap that each of them is about."""
-
-    rows: IntArray
-    index: IntArray
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class FluidProgram:
     """The program, and where its parts are. ``serves``: gaps that a copy may serve.
 
     ``slot_blocks`` and ``gap_blocks`` are all rows that are about a slot or a gap, but those of
-    ``copy_blocks``: per tier, what limits q in (6).
+    ``copy_blocks``: per tier, what limits q in (6); and those of ``anchors``.
     """
 
     program: LinearProgram
@@ -110,6 +106,7 @@ class FluidProgram:
     slot_blocks: list[RowBlock]
     gap_blocks: list[RowBlock]
     copy_blocks: list[RowBlock]
+    anchors: list[Anchor]
     byte_unit: float
     second_unit: float
 
@@ -123,11 +120,13 @@ def formulate(
     peak_live_bytes: int,
     *,
     writer_class: type[ProgramWriter] | None = None,
+    ssd_write_budget: Mapping[str, float] | None = None,
 ) -> FluidProgram:
     """The fluid program of a trace cut into ``slots``; ``needed_bytes`` int64 (K,).
 
     ``peak_live_bytes`` tells which tiers can never be full. ``writer_class`` may change single
-    constraints (planning does; the bound's are the default).
+    constraints (planning does; the bound's are the default). ``ssd_write_budget`` has the bytes
+    that may be written per second of iteration, by name of SSD; those not named are not limited.
     """
     byte_unit = max(1.0, float(needed_bytes.max()) / 100)
     tiers = tiers_of(hardware, rank)
@@ -145,6 +144,9 @@ def formulate(
         for row in writer.limit_rates(shared, [by_name[name] for name in shared.devices])
     ]
     host_memory_rows = writer.limit_host_memory(tiers, columns)
+    for name, bytes_per_second in (ssd_write_budget or {}).items():
+        if name in by_name:
+            writer.limit_writes(by_name[name], bytes_per_second)
     return FluidProgram(
         program=writer.builder.build(),
         stalls=writer.stalls,
@@ -160,6 +162,7 @@ def formulate(
         slot_blocks=writer.slot_blocks,
         gap_blocks=writer.gap_blocks,
         copy_blocks=writer.copy_blocks,
+        anchors=writer.anchors,
         byte_unit=byte_unit,
         second_unit=second_unit,
     )
@@ -185,6 +188,7 @@ class ProgramWriter:
         self.slot_blocks: list[RowBlock] = []
         self.gap_blocks: list[RowBlock] = []
         self.copy_blocks: list[RowBlock] = []
+        self.anchors: list[Anchor] = []
         count = len(slots)
         self.release, self.due = gaps.release % count, gaps.due % count
         self.serves = np.flatnonzero(gaps.previous >= 0)
@@ -194,8 +198,9 @@ class ProgramWriter:
     def add_tier(self, tier: Tier, may_be_full: bool) -> TierColumns:
         """Variables of a tier, and (1) to (4), (6), (9)."""
         builder, count = self.builder, len(self.slots)
-        spanning = self._spanning(self.gaps.release, self.gaps.due, self.volume)
-        touching = self._spanning(self.gaps.release - 1, self.gaps.due, self.volume)
+        gaps = self.gaps
+        spanning = cyclic_totals(gaps.release, gaps.due, self.volume, count)
+        touching = cyclic_totals(gaps.release - 1, gaps.due, self.volume, count)
         copies = self.volume[self.serves]
         columns = TierColumns(
             awaiting=builder.variables(count, spanning),
@@ -204,7 +209,7 @@ class ProgramWriter:
             kept=builder.variables(count if may_be_full else 0, float(copies.sum())),
             written=builder.variables(count, touching),
             read=builder.variables(count, touching),
-            delta=builder.variables(len(self.gaps), self.volume),
+            delta=builder.variables(len(gaps), self.volume),
             kappa=builder.variables(len(self.serves), copies),
             copy=builder.variables(len(self.serves), copies),
         )
@@ -219,19 +224,6 @@ class ProgramWriter:
         rows = self.builder.constraints(len(slots), lower, upper)
         self.slot_blocks.append(RowBlock(rows, slots))
         return rows
-
-    def _spanning(self, first: IntArray, last: IntArray, volume: FloatArray) -> FloatArray:
-        """Sum of volumes over unrolled (first, last] per slot, float64 (slots,)."""
-        count = len(self.slots)
-        laps, rest = np.divmod(last - first, count)
-        delta = np.zeros(2 * count + 1)
-        start = (first + 1) % count
-        np.add.at(delta, start, volume)
-        np.add.at(delta, start + rest, -volume)
-        running = np.cumsum(delta[:-1]).reshape(2, count).sum(axis=0)
-        # What cancels in the running sum must not lower a limit.
-        result: FloatArray = (running + float(np.sum(laps * volume))) * (1 + 1e-9) + 1e-9
-        return result
 
     def _balance(self, c: TierColumns) -> None:
         """(1) to (4)."""
@@ -252,18 +244,23 @@ class ProgramWriter:
         ends = np.where(is_tail, leaves[self.due], returns[self.due])
         builder.add(ends, c.delta, 1.0)
         builder.add(ends[self.serves], c.kappa, 1.0)
-        anchor = builder.constraints(1, 0.0, 0.0)
-        for level in (c.awaiting, c.out, c.back):
-            builder.add(anchor, level[:1], 1.0)
-        crossings = self._crossings(self.gaps.release, self.gaps.due)
-        builder.add(np.repeat(anchor, len(c.delta)), c.delta, -crossings)
-        builder.add(np.repeat(anchor, len(c.kappa)), c.kappa, -crossings[self.serves])
+        gaps, serves = self.gaps, self.serves
+        spans = [
+            Span(c.delta, gaps.release, gaps.due),
+            Span(c.kappa, gaps.release[serves], gaps.due[serves]),
+        ]
+        self._anchor([c.awaiting, c.out, c.back], [waits, leaves, returns], spans)
 
-    def _crossings(self, first: IntArray, last: IntArray) -> FloatArray:
-        """How often (first, last] holds the first slot of an iteration."""
+    def _anchor(self, levels: list[IntArray], balances: list[IntArray], spans: list[Span]) -> None:
+        """(4): without it, cyclic levels float."""
+        row = self.builder.constraints(1, 0.0, 0.0)
+        for level in levels:
+            self.builder.add(row, level[:1], 1.0)
         count = len(self.slots)
-        result: FloatArray = (last // count - first // count).astype(float)
-        return result
+        for span in spans:
+            crossings = (span.last // count - span.first // count).astype(float)
+            self.builder.add(np.repeat(row, len(span.columns)), span.columns, -crossings)
+        self.anchors.append(Anchor(row, levels, balances, spans))
 
     def _serve_from_copies(self, c: TierColumns) -> None:
         """(6)."""
@@ -291,9 +288,7 @@ class ProgramWriter:
         builder.add(levels, c.kept, -1.0)
         builder.add(levels[begin % count], c.copy, -1.0)
         builder.add(levels[end % count], c.copy, 1.0)
-        anchor = builder.constraints(1, 0.0, 0.0)
-        builder.add(anchor, c.kept[:1], 1.0)
-        builder.add(np.repeat(anchor, len(c.copy)), c.copy, -self._crossings(begin, end))
+        self._anchor([c.kept], [levels], [Span(c.copy, begin, end)])
         rows = self._per_slot(np.arange(count), -np.inf, tier.capacity_bytes / self.byte_unit)
         for level in (c.out, c.back, c.kept):
             builder.add(rows, level, 1.0)
@@ -345,7 +340,7 @@ class ProgramWriter:
 
     def limit_rates(self, shared: Shared, columns: list[TierColumns]) -> list[RateRow]:
         """(8) of a device or link; each row is divided by its largest seconds per byte."""
-        if isinstance(shared.rates, Link) and _is_no_limit(shared, self.hardware):
+        if isinstance(shared.rates, Link) and is_no_limit(shared, self.hardware):
             return []
         result = []
         for face, (read, write) in enumerate(hull_of(shared.rates)):
@@ -368,21 +363,15 @@ class ProgramWriter:
             self.builder.add(rows, c.written, tier.memory_weight)
         return rows
 
+    def limit_writes(self, c: TierColumns, bytes_per_second: float) -> None:
+        """(10)."""
+        rate = bytes_per_second * self.second_unit / self.byte_unit
+        row = self.builder.constraints(1, -np.inf, rate * float(self.seconds.sum()))
+        self.builder.add(np.repeat(row, len(c.written)), c.written, 1.0)
+        self.builder.add(np.repeat(row, len(self.stalls)), self.stalls, -rate)
+
     def _limit_flow(self, rate: float) -> IntArray:
         """Rows (flow) - rate x stall <= rate x d, per slot; the flow is added by the caller."""
         rows = self._per_slot(np.arange(len(self.slots)), -np.inf, rate * self.seconds)
         self.builder.add(rows, self.stalls, -rate)
         return rows
-
-
-def _is_no_limit(link: Shared, hardware: Hardware) -> bool:
-    """Whether a link carries all that its devices can move, both ways at once.
-
-    Its rows would say nothing, and rates far above all others only blur the numbers.
-    """
-    rates: list[Rates] = [ssd for ssd in hardware.ssd if ssd.name in link.devices]
-    rates += [hardware.host] if HOST in link.devices else []
-    return (
-        sum(part.read_rate for part in rates) <= link.rates.duplex_read_rate
-        and sum(part.write_rate for part in rates) <= link.rates.duplex_write_rate
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,28 @@ class LinearProgram:
     values: FloatArray
 
 
+class Entries(NamedTuple):
+    """Entries of a matrix."""
+
+    rows: IntArray
+    columns: IntArray
+    values: FloatArray
+
+    @classmethod
+    def minus(cls, rows: IntArray, columns: IntArray) -> Entries:
+        """Entries that are -1."""
+        return cls(rows, columns, np.full(len(rows), -1.0))
+
+
+def add_up(entries: list[Entries], num_columns: int) -> Entries:
+    """Those of one place added up, without zeros; by row, then by column."""
+    rows, columns, values = (np.concatenate([part[i] for part in entries]) for i in range(3))
+    place, where = np.unique(rows * num_columns + columns, return_inverse=True)
+    total = np.bincount(where.reshape(-1), weights=values, minlength=len(place))
+    place, total = place[total != 0], total[total != 0]
+    return Entries(place // num_columns, place % num_columns, total)
+
+
 @dataclass
 class ProgramBuilder:
     """Collects variables, rows and entries by arrays."""
@@ -35,7 +58,7 @@ class ProgramBuilder:
     num_rows: int = 0
     _columns: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
     _rows: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
-    _entries: list[tuple[IntArray, IntArray, FloatArray]] = field(default_factory=list)
+    _entries: list[Entries] = field(default_factory=list)
 
     def variables(self, count: int, upper: Values, cost: Values = 0.0) -> IntArray:
         """``count`` new variables; returns their columns."""
@@ -51,24 +74,16 @@ class ProgramBuilder:
 
     def add(self, rows: IntArray, columns: IntArray, values: Values) -> None:
         """Entries of the matrix; those of one place are added up."""
-        self._entries.append((rows, columns, _full(len(rows), values)))
+        self._entries.append(Entries(rows, columns, _full(len(rows), values)))
 
     def build(self) -> LinearProgram:
         """The program so far."""
-        rows, columns, values = (
-            np.concatenate([entry[part] for entry in self._entries]) for part in range(3)
-        )
-        place, where = np.unique(rows * self.num_columns + columns, return_inverse=True)
-        total = np.bincount(where.reshape(-1), weights=values, minlength=len(place))
-        place, total = place[total != 0], total[total != 0]
         return LinearProgram(
             cost=np.concatenate([cost for _, cost in self._columns]),
             column_upper=np.concatenate([upper for upper, _ in self._columns]),
             row_lower=np.concatenate([lower for lower, _ in self._rows]),
             row_upper=np.concatenate([upper for _, upper in self._rows]),
-            rows=place // self.num_columns,
-            columns=place % self.num_columns,
-            values=total,
+            **add_up(self._entries, self.num_columns)._asdict(),
         )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
-from teraio.planner.fluid.turns import Turns
 from teraio.traces.trace import Trace
+from teraio.traces.turns import Turns
 
 FINE_KERNELS = 400
 """Traces with at most this many kernels get two slots per kernel, as fine as stalls can be told."""
@@ -76,10 +76,29 @@ def cut_into_slots(
     )
 
 
-def turns_of_slots(slots: Slots, turns: Turns) -> Turns:
+@dataclass(frozen=True)
+class SlotTurns:
+    """``count`` turns of ``length`` slots each, from slot ``first``."""
+
+    first: int
+    length: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The first slot after the last turn."""
+        return self.first + self.length * self.count
+
+    def inner(self, apart: int) -> SlotTurns:
+        """Without ``apart`` turns at either end."""
+        return SlotTurns(self.first + apart * self.length, self.length, self.count - 2 * apart)
+
+
+def turns_of_slots(slots: Slots, turns: Turns) -> SlotTurns:
     """The turns of kernels as turns of slots; the slots must have been cut by them."""
-    first, second = (int(slots.of_piece[2 * k]) for k in (turns.first, turns.first + turns.length))
-    return Turns(first, second - first, turns.count)
+    first = int(slots.of_piece[2 * turns.first_kernel])
+    second = int(slots.of_piece[2 * (turns.first_kernel + turns.length)])
+    return SlotTurns(first, second - first, turns.count)
 
 
 def _group_begins(
@@ -89,7 +108,7 @@ def _group_begins(
     kernels = trace.kernels
     layer = {module: _layer_of(module) for module in set(kernels.module.tolist())}
     layers = np.array([layer[module] for module in kernels.module.tolist()], dtype=object)
-    begins = np.ones(trace.num_kernels, dtype=bool)
+    begins: BoolArray = np.ones(trace.num_kernels, dtype=bool)
     same = (
         (kernels.micro_batch[1:] == kernels.micro_batch[:-1])
         & (kernels.phase[1:] == kernels.phase[:-1])
@@ -97,12 +116,12 @@ def _group_begins(
     )
     begins[1:] = ~same
     if turns is not None:
-        inside = slice(turns.first, turns.end)
+        inside = slice(turns.first_kernel, turns.end_kernel)
         shape = (turns.count, turns.length)
-        some = begins[inside].reshape(shape).any(axis=0)
+        some = np.logical_or.reduce(begins[inside].reshape(shape), axis=0)
         some[0] = True
         begins[inside] = np.tile(some, turns.count)
-        begins[turns.end : turns.end + 1] = True
+        begins[turns.end_kernel : turns.end_kernel + 1] = True
         seconds = seconds.copy()
         seconds[inside] = np.tile(seconds[inside].reshape(shape).mean(axis=0), turns.count)
     _cut_long(begins, seconds, max_seconds)
