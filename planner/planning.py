@@ -15,12 +15,16 @@ from teraio.contracts.timeline import channel_name
 from teraio.errors import InputError
 from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.greedy import plan_greedy
+from teraio.planner.milp.exact import plan_milp
 from teraio.planner.plan_building import build_plan, plan_of_original
 from teraio.planner.policies.registry import PAGED_POLICIES, POLICIES, Policy
 from teraio.planner.verifier import verify
 from teraio.simulator import simulate
 from teraio.traces.trace import Trace, as_trace
 from teraio.traces.transforms import trace_of_plan, transform_trace
+
+Planner = Callable[[Trace, Hardware, float, float | None], Plan]
+"""Takes the trace, the hardware with budgets, the bandwidth share and the time limit in seconds."""
 
 Progress = Callable[[str], None]
 """Told in a few words what a planner is doing."""
@@ -68,9 +72,10 @@ def plan(
     report = progress or _silent
     report(f"planning ({planner})")
     if transform is None:
-        result = make(trace, budgeted, bandwidth_share)
+        result = make(trace, budgeted, bandwidth_share, time_limit)
     else:
-        made = make(transform_trace(trace, transform), budgeted, bandwidth_share)
+        transformed = transform_trace(trace, transform)
+        made = make(transformed, budgeted, bandwidth_share, time_limit)
         result = plan_of_original(made, trace, transform)
     if bound:
         report("bounding")
@@ -102,17 +107,21 @@ def _silent(_: str) -> None:
     """Progress that nobody asked for."""
 
 
-def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
+def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | None) -> Plan:
     return plan_greedy(trace, hardware, bandwidth_share=bandwidth_share)
 
 
-def _ideal(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
+def _milp(trace: Trace, hardware: Hardware, share: float, time_limit: float | None) -> Plan:
+    return plan_milp(trace, hardware, time_limit=time_limit, bandwidth_share=share)
+
+
+def _ideal(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | None) -> Plan:
     """No moves, and a GPU that holds everything."""
     unlimited = hardware.with_budgets(gpu_memory=trace.peak_allocated_bytes)
     return _without_moves(trace, unlimited, planner="ideal")
 
 
-def _on_demand(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
+def _on_demand(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | None) -> Plan:
     """No moves under the real budget: what does not fit is evicted and fetched as it is needed."""
     made = _without_moves(trace, hardware, planner="on-demand")
     # A table of no moves knows nothing of the traffic; the simulation does.
@@ -137,15 +146,15 @@ def _without_moves(trace: Trace, hardware: Hardware, **keywords: Any) -> Plan:
     return replace(result, metadata=replace(result.metadata, planning_seconds=seconds))
 
 
-def _from_policy(make: Policy) -> Callable[[Trace, Hardware, float], Plan]:
+def _from_policy(make: Policy) -> Planner:
     """A policy as one of :data:`PLANNERS`."""
-    return lambda trace, hardware, share: make(trace, hardware, bandwidth_share=share)
+    return lambda trace, hardware, share, _: make(trace, hardware, bandwidth_share=share)
 
 
-PLANNERS: MappingProxyType[str, Callable[[Trace, Hardware, float], Plan]] = MappingProxyType(
-    {"greedy": _greedy, "ideal": _ideal, "on-demand": _on_demand}
+PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
+    {"greedy": _greedy, "milp": _milp, "ideal": _ideal, "on-demand": _on_demand}
     | {name: _from_policy(policy) for name, policy in POLICIES.items()}
 )
-"""Planners by name; each takes the trace, the hardware with budgets, and the bandwidth share."""
+"""Planners by name."""
 
 _MAY_NOT_FIT = frozenset({"on-demand"}) | PAGED_POLICIES

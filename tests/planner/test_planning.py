@@ -92,8 +92,10 @@ def test_invalid_plan_never_leaves(
 ) -> None:
     """A planner that shifts a slot is caught by the verifier, with the first violation."""
 
-    def broken(trace: Trace, hardware: Hardware, bandwidth_share: float) -> Plan:
-        made = PLANNERS["greedy"](trace, hardware, bandwidth_share)
+    def broken(
+        trace: Trace, hardware: Hardware, bandwidth_share: float, time_limit: float | None
+    ) -> Plan:
+        made = PLANNERS["greedy"](trace, hardware, bandwidth_share, time_limit)
         moves = replace(made.moves, tier_offset_bytes=made.moves.tier_offset_bytes + 1)
         return replace(made, moves=moves)
 
