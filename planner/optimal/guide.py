@@ -1,0 +1,188 @@
+"""The guide: a fluid program whose solution says which bytes should go where, and where to wait.
+
+The bound's program (:mod:`teraio.planner.fluid.formulation`) with these differences: what is away
+while a kernel runs must be out throughout its slot, so that whole tensors can be; only periods
+worth moving take part; tails are written and cost what that costs; traffic has a small price, so
+that nothing moves without need. Of a folded trace, the turn that stands for many is weighted by
+their number, and what enters it must be what leaves it, so that it can be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from teraio.contracts.hardware import HOST
+from teraio.contracts.table import FloatArray, IntArray
+from teraio.planner.fluid.classes import GapClasses, gap_classes
+from teraio.planner.fluid.formulation import FluidProgram, ProgramWriter, TierColumns, formulate
+from teraio.planner.fluid.linear_program import LinearProgram
+from teraio.planner.fluid.slots import Slots
+from teraio.planner.fluid.solve import solve
+from teraio.planner.optimal.periods import Problem
+from teraio.planner.optimal.repetition import Repeated, find_repeated
+from teraio.traces.folding import Folding
+
+_LEAST_BYTES = 1_000_000
+"""Smaller storages stay: all of them together are a sliver of memory."""
+
+_TRAFFIC_PRICE = 1e-6
+_HOST_PRICE = 1.1e-6
+"""Cost per byte unit moved, on the scale of seconds: just enough to choose among equals."""
+
+
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """``stretch`` float64 (K,): how much longer each kernel's time becomes with its stalls.
+    ``seconds``: the iteration of the folded trace as the program sees it. ``gaps`` are the classes;
+    ``wanted_bytes`` float64 (devices, gaps) what goes to each of the machine's devices.
+    """
+
+    stretch: FloatArray
+    seconds: float
+    gaps: GapClasses
+    wanted_bytes: FloatArray
+    repeated: Repeated | None
+
+
+def solve_guide(
+    problem: Problem,
+    slots: Slots,
+    folding: Folding | None,
+    *,
+    extra_bytes: IntArray | None = None,
+    time_limit: float | None = None,
+) -> Guide | None:
+    """Solve the guide; None if no solution was found.
+
+    ``extra_bytes`` int64 (K,) must be away from each kernel on top of what its memory asks for.
+    """
+    trace = problem.trace
+    needed = problem.resident_bytes - problem.capacity_bytes
+    if extra_bytes is not None:
+        needed = needed + extra_bytes
+    gaps = gap_classes(trace, slots, with_tails=True, only=_worth_moving(problem))
+    fluid = formulate(
+        problem.hardware,
+        trace.metadata.rank,
+        slots,
+        gaps,
+        needed,
+        trace.peak_live_bytes,
+        writer_class=_GuideWriter,
+    )
+    fluid = _priced(fluid)
+    repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
+    if repeated is not None:
+        fluid = _repeating(fluid, repeated)
+    solution = solve(fluid.program, time_limit)
+    if solution.values is None:
+        return None
+    return _read(problem, slots, gaps, fluid, solution.values, repeated)
+
+
+def _worth_moving(problem: Problem) -> IntArray:
+    """Periods that are large and long enough for a round trip, bool (inactive periods,)."""
+    rates = problem.machine.solo_rate
+    seconds = problem.num_bytes * (1 / rates[0::2].max() + 1 / rates[1::2].max())
+    result = np.zeros(len(problem.all_periods), dtype=bool)
+    worth = (problem.num_bytes >= _LEAST_BYTES) & (problem.seconds >= 0.25 * seconds)
+    result[problem.period] = worth
+    return result
+
+
+class _GuideWriter(ProgramWriter):
+    """Constraint (7) for whole tensors."""
+
+    def require_memory(self, columns: list[TierColumns], needed_bytes: IntArray) -> IntArray:
+        """Out from the start to the end of each slot: the most that any of its kernels needs."""
+        needed = needed_bytes / self.byte_unit
+        highest = np.full(len(self.slots), -np.inf)
+        np.maximum.at(highest, self.slots.of_piece[0::2], needed)
+        pressed = np.flatnonzero(highest > 0)
+        at_start, at_end = (
+            self.builder.constraints(len(pressed), highest[pressed], np.inf) for _ in range(2)
+        )
+        for c in columns:
+            self.builder.add(at_start, c.out[pressed], 1.0)
+            self._add_out_at_end(at_end, pressed, c)
+        return np.concatenate((at_start, at_end))
+
+
+def _priced(fluid: FluidProgram) -> FluidProgram:
+    """With a small price on traffic."""
+    cost = fluid.program.cost.copy()
+    for tier, columns in zip(fluid.tiers, fluid.tier_columns, strict=True):
+        price = _HOST_PRICE if tier.name == HOST else _TRAFFIC_PRICE
+        cost[columns.written] += price
+        cost[columns.read] += price
+    return replace(fluid, program=replace(fluid.program, cost=cost))
+
+
+def _repeating(fluid: FluidProgram, repeated: Repeated) -> FluidProgram:
+    """With the repeated turn counted as often as it stands for, and leaving what it found."""
+    first, last = repeated.first_slot, repeated.end_slot
+    cost = fluid.program.cost.copy()
+    equal: list[tuple[IntArray, IntArray]] = []
+    inside = slice(first, last)
+    weighted = [fluid.stalls]
+    place = np.full(len(repeated.serves), -1)
+    place[repeated.serves] = np.arange(int(repeated.serves.sum()))
+    early, late = repeated.gaps_in, repeated.gaps_out
+    has_copy = repeated.serves[early] & repeated.serves[late]
+    for c in fluid.tier_columns:
+        weighted += [c.written, c.read]
+        levels = [c.awaiting, c.out, c.back] + ([c.kept] if len(c.kept) else [])
+        equal += [(level[first : first + 1], level[last : last + 1]) for level in levels]
+        equal.append((c.delta[early], c.delta[late]))
+        for columns in (c.kappa, c.copy):
+            equal.append((columns[place[early[has_copy]]], columns[place[late[has_copy]]]))
+    for columns in weighted:
+        cost[columns[inside]] *= repeated.times
+    pairs = [np.concatenate([pair[side] for pair in equal]) for side in range(2)]
+    return replace(fluid, program=_with_equal(replace(fluid.program, cost=cost), *pairs))
+
+
+def _with_equal(program: LinearProgram, left: IntArray, right: IntArray) -> LinearProgram:
+    """The program with further rows: column ``left`` = column ``right``."""
+    different = left != right
+    # Entries are in order of rows, then columns.
+    pairs = np.sort(np.stack((left[different], right[different]), axis=1), axis=1)
+    rows = len(program.row_lower) + np.arange(len(pairs))
+    zeros = np.zeros(len(pairs))
+    return replace(
+        program,
+        row_lower=np.r_[program.row_lower, zeros],
+        row_upper=np.r_[program.row_upper, zeros],
+        rows=np.r_[program.rows, np.repeat(rows, 2)],
+        columns=np.r_[program.columns, pairs.reshape(-1)],
+        values=np.r_[program.values, np.tile([1.0, -1.0], len(pairs))],
+    )
+
+
+def _read(
+    problem: Problem,
+    slots: Slots,
+    gaps: GapClasses,
+    fluid: FluidProgram,
+    values: FloatArray,
+    repeated: Repeated | None,
+) -> Guide:
+    stalls = np.maximum(values[fluid.stalls], 0.0) * fluid.second_unit
+    stretch = np.ones(len(slots))
+    lasts = slots.seconds > 0
+    stretch[lasts] += stalls[lasts] / slots.seconds[lasts]
+    wanted = np.zeros((len(problem.machine.devices), len(gaps)))
+    serves = np.flatnonzero(gaps.previous >= 0)
+    for tier, columns in zip(fluid.tiers, fluid.tier_columns, strict=True):
+        row = wanted[problem.machine.devices.index(tier.name)]
+        row += values[columns.delta] * fluid.byte_unit
+        row[serves] += values[columns.kappa] * fluid.byte_unit
+    return Guide(
+        stretch=stretch[slots.of_piece[0::2]],
+        seconds=float(slots.seconds.sum() + stalls.sum()),
+        gaps=gaps,
+        wanted_bytes=wanted,
+        repeated=repeated,
+    )
