@@ -11,7 +11,7 @@ backward pass that uses a dropped storage, of phase backward, with the durations
 workspaces of the originals. A dropped storage becomes two: one that dies with its last use in the
 forward pass, and one that is born again. Inputs live at least until they have been used again.
 
-Limits: a visit that overwrites its own inputs is left alone; batch statistics kept in buffers are
+Limits: a visit that overwrites its own inputs, or repeats a collective, is left alone; batch statistics kept in buffers are
 updated twice, as in PyTorch; random-number states cost nothing to keep.
 """
 

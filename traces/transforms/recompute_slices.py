@@ -66,7 +66,8 @@ def forward_groups(trace: Trace) -> Groups:
         known = layers[first:end]
         known = known[known != ""]
         if is_forward[first] and len(known) and is_numbered(known[0]):
-            of_kernel[first:end] = len(layer_of_group)
+            # Kernels without a module (a receive, say) are nobody's to run again.
+            of_kernel[first:end][layers[first:end] != ""] = len(layer_of_group)
             layer_of_group.append(numbers.setdefault(known[0], len(numbers)))
     return Groups(of_kernel, np.array(layer_of_group, dtype=np.int64))
 
@@ -85,7 +86,8 @@ def _runs_without_modules(trace: Trace, is_forward: BoolArray) -> Groups:
 def find_slices(trace: Trace, groups: Groups, num_layers: int) -> list[Slice]:
     """The slices of the first ``num_layers`` layers, in the order of their visits.
 
-    A visit whose inputs are overwritten before the backward pass could run it again is left out.
+    A visit is left out if its inputs are overwritten before the backward pass could run it again,
+    or if a collective would be among its kernels.
     """
     finder = _SliceFinder(trace, groups)
     wanted = np.flatnonzero(groups.layer < num_layers)
@@ -103,6 +105,7 @@ class _SliceFinder:
         self.first_access = np.searchsorted(accesses.kernel, np.arange(num_kernels + 1)).tolist()
         self.storage = accesses.storage.tolist()
         self.reads, self.writes = accesses.reads.tolist(), accesses.writes.tolist()
+        self.is_collective = (trace.kernels.group != "").tolist()
         self.is_buffer = (storages.kind == "buffer").tolist()
         born = np.where(storages.birth >= 0, groups.of_kernel[storages.birth], -1)
         of_access = born[accesses.storage]
@@ -137,6 +140,8 @@ class _SliceFinder:
             rows = range(self.first_access[kernel], self.first_access[kernel + 1])
             if not any(self.writes[row] and self.storage[row] in needed for row in rows):
                 continue
+            if self.is_collective[kernel]:
+                return None
             kernels.append(kernel)
             for row in rows:
                 storage = self.storage[row]
