@@ -199,10 +199,10 @@ def _check_units(units: OptimizerUnits, nodes: list[list[str | int]], ops: list[
     """A kernel uses one parameter, or as a list operator all those of its unit."""
     for place, unit in enumerate(units.unit_of_kernel.tolist()):
         num_used = len({node for node in nodes[place] if isinstance(node, str)})
-        if unit < 0 or num_used <= 1:
+        if unit < 0 or not num_used:
             continue
         whole = len(units.parameters[unit])
-        if not (is_list_operator(ops[place]) and num_used == whole):
+        if num_used != (whole if is_list_operator(ops[place]) else 1):
             raise InputError(
                 f"transform: kernel {units.kernels[place]} ({ops[place]}) of the optimizer uses "
                 f"{num_used} of {whole} parameters that depend on each other, so that none can "
