@@ -62,7 +62,7 @@ def chain_moves(
         moves.storage, moves.after_kernel, storages, accesses, num_kernels
     )
     # The copy of a storage that is never written serves all its moves on a device.
-    device_order = np.where(is_unwritten, np.unique(moves.device, return_inverse=True)[1], 0)
+    device_order = np.where(is_unwritten, _device_numbers(moves.device), 0)
     order = np.lexsort((position, device_order, version, moves.storage))
     storage, device = moves.storage[order], moves.device[order]
     unwritten = is_unwritten[order]
@@ -91,6 +91,14 @@ def chain_moves(
         last_free_by=(unrolled.free_by[order] + shift)[last],
         is_permanent=unwritten[first],
     )
+
+
+def _device_numbers(device: TextArray) -> IntArray:
+    """Devices numbered in the order of their names, int64 (moves,)."""
+    numbers = np.zeros(len(device), dtype=np.int64)
+    for number, name in enumerate(sorted(set(device.tolist()))):
+        numbers[(device == name).astype(bool)] = number
+    return numbers
 
 
 def end_kernels(moves: Moves, storages: StorageColumns, num_kernels: int) -> IntArray:

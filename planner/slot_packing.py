@@ -11,6 +11,8 @@ import numpy as np
 
 from teraio.contracts.table import IntArray
 
+_ENDLESS = 2**62
+
 
 def align_up(num_bytes: IntArray, alignment_bytes: int) -> IntArray:
     """Bytes rounded up to a multiple of ``alignment_bytes``."""
@@ -41,7 +43,10 @@ def pack_slots(
     offsets[stack] = np.cumsum(slot_bytes[stack]) - slot_bytes[stack]
     rest = np.flatnonzero(~wraps)
     rest = rest[np.lexsort((rest, -slot_bytes[rest], start[rest]))]
-    _first_fit(start, start + length, held_until, slot_bytes, stack, rest, offsets)
+    end = start + length
+    taken_until = np.where(wraps, held_until, end)
+    by_end = np.argsort(taken_until, kind="stable")
+    _first_fit(start, end, taken_until, by_end, slot_bytes, stack, rest, offsets)
     return offsets
 
 
@@ -64,53 +69,95 @@ def _least_taken_kernel(
 def _first_fit(
     start: IntArray,
     end: IntArray,
-    held_until: IntArray,
+    taken_until: IntArray,
+    by_end: IntArray,
     slot_bytes: IntArray,
     stack: IntArray,
     rest: IntArray,
     offsets: IntArray,
 ) -> None:
-    """Sweep over time with the slots now taken, in order of offset; fill in ``offsets``."""
-    taken = np.empty(len(start), dtype=np.int64)
-    taken_until = np.empty(len(start), dtype=np.int64)
-    taken[: len(stack)] = stack
-    taken_until[: len(stack)] = held_until[stack]
-    count = len(stack)
+    """Sweep over time with the gaps between the slots now taken; fill in ``offsets``.
+
+    ``by_end`` int64 (slots,): slots in the order in which they are given back.
+    """
+    gaps = np.empty((len(start) + 1, 2), dtype=np.int64)
+    gaps[0, 0], gaps[0, 1] = slot_bytes[stack].sum(), _ENDLESS
+    count, given_back = 1, 0
+    first_return = start[stack].min() if len(stack) else _ENDLESS
     for slot in rest:
-        kept = 0
-        for i in range(count):
-            if taken_until[i] > start[slot]:
-                taken[kept] = taken[i]
-                taken_until[kept] = taken_until[i]
-                kept += 1
+        while taken_until[by_end[given_back]] <= start[slot]:
+            other = by_end[given_back]
+            if slot_bytes[other] > 0:
+                count = _give_back(gaps, count, offsets[other], offsets[other] + slot_bytes[other])
+            given_back += 1
         # Slots of the stack that are taken again before this one is given back are in its way too.
-        returning = stack[start[stack] < end[slot]]
-        offset = _lowest_gap(taken[:kept], returning, slot_bytes, offsets, slot_bytes[slot])
-        offsets[slot] = offset
-        place = kept
-        while place > 0 and offsets[taken[place - 1]] > offset:
-            taken[place] = taken[place - 1]
-            taken_until[place] = taken_until[place - 1]
-            place -= 1
-        taken[place] = slot
-        taken_until[place] = end[slot]
-        count = kept + 1
+        returning = stack[:0]
+        if end[slot] > first_return:
+            returning = stack[start[stack] < end[slot]]
+        if slot_bytes[slot] > 0:
+            gap, offset = _lowest_place(gaps, returning, slot_bytes, offsets, slot_bytes[slot])
+            offsets[slot] = offset
+            count = _take(gaps, count, gap, offset, offset + slot_bytes[slot])
 
 
 @numba.njit(cache=True)
-def _lowest_gap(
-    taken: IntArray, returning: IntArray, slot_bytes: IntArray, offsets: IntArray, num_bytes: int
-) -> int:
-    """Lowest offset with ``num_bytes`` free, given two lists of slots in order of offset."""
-    offset = i = j = 0
-    while i < len(taken) or j < len(returning):
-        if j == len(returning) or (i < len(taken) and offsets[taken[i]] <= offsets[returning[j]]):
-            neighbour = taken[i]
-            i += 1
-        else:
-            neighbour = returning[j]
-            j += 1
-        if offsets[neighbour] - offset >= num_bytes:
-            break
-        offset = max(offset, offsets[neighbour] + slot_bytes[neighbour])
-    return offset
+def _give_back(gaps: IntArray, count: int, low: int, high: int) -> int:
+    """Make [low, high) a gap, joined to the gaps that it touches; the new number of gaps."""
+    place = np.searchsorted(gaps[:count, 0], low)
+    joins_below = place > 0 and gaps[place - 1, 1] == low
+    joins_above = gaps[place, 0] == high
+    if joins_below and joins_above:
+        gaps[place - 1, 1] = gaps[place, 1]
+        for i in range(place, count - 1):
+            gaps[i, 0], gaps[i, 1] = gaps[i + 1, 0], gaps[i + 1, 1]
+        return count - 1
+    if joins_below:
+        gaps[place - 1, 1] = high
+        return count
+    if joins_above:
+        gaps[place, 0] = low
+        return count
+    for i in range(count, place, -1):
+        gaps[i, 0], gaps[i, 1] = gaps[i - 1, 0], gaps[i - 1, 1]
+    gaps[place, 0], gaps[place, 1] = low, high
+    return count + 1
+
+
+@numba.njit(cache=True)
+def _take(gaps: IntArray, count: int, gap: int, low: int, high: int) -> int:
+    """Take [low, high) out of a gap that holds it; the new number of gaps."""
+    begin, end = gaps[gap, 0], gaps[gap, 1]
+    if low > begin and high < end:
+        for i in range(count, gap, -1):
+            gaps[i, 0], gaps[i, 1] = gaps[i - 1, 0], gaps[i - 1, 1]
+        gaps[gap, 1], gaps[gap + 1, 0] = low, high
+        return count + 1
+    if low > begin:
+        gaps[gap, 1] = low
+        return count
+    if high < end:
+        gaps[gap, 0] = high
+        return count
+    for i in range(gap, count - 1):
+        gaps[i, 0], gaps[i, 1] = gaps[i + 1, 0], gaps[i + 1, 1]
+    return count - 1
+
+
+@numba.njit(cache=True)
+def _lowest_place(
+    gaps: IntArray, returning: IntArray, slot_bytes: IntArray, offsets: IntArray, num_bytes: int
+) -> tuple[int, int]:
+    """The lowest gap with ``num_bytes`` free, and the lowest offset there that is out of the way
+    of the slots ``returning``, which come in order of offset. The last gap has no end.
+    """
+    gap = first = offset = 0
+    while True:
+        offset = max(offset, gaps[gap, 0])
+        for other in returning[first:]:
+            if offsets[other] - offset >= num_bytes:
+                break
+            offset = max(offset, offsets[other] + slot_bytes[other])
+            first += 1
+        if gaps[gap, 1] - offset >= num_bytes:
+            return gap, offset
+        gap += 1

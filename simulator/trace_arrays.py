@@ -124,10 +124,14 @@ def _build_residency(trace: Trace) -> Residency:
 
 
 def group_by(keys: IntArray, num_groups: int) -> tuple[IntArray, IntArray]:
-    """Rows ordered by key (stable), and the offset of each key's first row, (num_groups + 1,)."""
+    """Rows ordered by key (stable), and the offset of each key's first row, (num_groups + 1,).
+
+    Keys must be in 0..num_groups-1.
+    """
     order = np.argsort(keys, kind="stable")
-    first = np.searchsorted(keys[order], np.arange(num_groups + 1))
-    return order.astype(np.int64), first.astype(np.int64)
+    first = np.zeros(num_groups + 1, dtype=np.int64)
+    np.cumsum(np.bincount(keys, minlength=num_groups), out=first[1:])
+    return order.astype(np.int64), first
 
 
 def _next_accesses(trace: Trace) -> IntArray:

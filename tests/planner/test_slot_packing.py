@@ -65,3 +65,25 @@ def test_no_slots_need_no_bytes() -> None:
 def test_alignment_rounds_up() -> None:
     """0, 1, 512 and 513 bytes in blocks of 512."""
     assert align_up(np.array([0, 1, 512, 513]), 512).tolist() == [0, 512, 512, 1024]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_slots_that_do_not_wrap_go_to_the_lowest_free_bytes(seed: int) -> None:
+    """By definition: in order of first kernel, larger ones first, below all that is in the way.
+
+    Nothing is taken over kernel 0, so that the cycle is cut there. Some slots hold no bytes.
+    """
+    chance = random.Random(seed)
+    num_kernels, count = 30, chance.randint(1, 60)
+    first = [chance.randrange(1, num_kernels - 1) for _ in range(count)]
+    end = [chance.randint(f + 1, num_kernels) for f in first]
+    size = [chance.choice([0, 1, 2, 3, 5, 8]) for _ in range(count)]
+    offset = pack_slots(np.array(first), np.array(end), np.array(size), num_kernels).tolist()
+    placed: list[int] = []
+    for slot in sorted(range(count), key=lambda i: (first[i], -size[i], i)):
+        lowest = 0
+        for other in sorted(placed, key=lambda i: offset[i]):
+            if end[other] > first[slot] and size[other] and offset[other] < lowest + size[slot]:
+                lowest = max(lowest, offset[other] + size[other])
+        assert offset[slot] == (lowest if size[slot] else 0)
+        placed.append(slot)

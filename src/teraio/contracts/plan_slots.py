@@ -46,7 +46,9 @@ class Places:
 
 
 def _group_by_place(away: Absences) -> Places:
-    _, device = np.unique(away.device, return_inverse=True)
+    device = np.zeros(len(away.device), dtype=np.int64)
+    for number, name in enumerate(sorted(set(away.device.tolist()))):
+        device[(away.device == name).astype(bool)] = number
     order = np.lexsort((away.after, away.offset_bytes, device, away.storage))
     keys = np.stack([away.storage, device, away.offset_bytes])[:, order]
     changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
@@ -79,7 +81,9 @@ def find_copies(plan: Plan, away: Absences, num_kernels: int, findings: Findings
     is_clean = np.where(source >= 0, unchanged, never_written & ~has_writer)
     _refuse_unclean(plan, away, order, source, is_clean, findings)
 
-    is_permanent = never_written & (~has_writer | _is_listed(plan, away, order))
+    is_permanent = never_written & ~has_writer
+    in_doubt = np.flatnonzero(never_written & has_writer)
+    is_permanent[in_doubt] = _is_listed(plan, away, order[in_doubt])
     keeps = is_clean & (source >= 0) & ~is_permanent
     lap = np.where(from_pass_before, num_kernels, 0)
     end, last_free_by = away.until[order], away.free_by[order]
