@@ -101,6 +101,28 @@ def turns_of_slots(slots: Slots, turns: Turns) -> SlotTurns:
     return SlotTurns(first, second - first, turns.count)
 
 
+def merged(slots: Slots, turns: SlotTurns | None, factor: int) -> tuple[Slots, SlotTurns | None]:
+    """Coarser slots: up to ``factor`` successive ones become one, alike in all turns."""
+    place = np.arange(len(slots))
+    if turns is not None:
+        inside = slice(turns.first, turns.end)
+        place[inside] = (place[inside] - turns.first) % turns.length
+        place[turns.end :] -= turns.end
+        first = -(-turns.first // factor)
+        turns = SlotTurns(first, -(-turns.length // factor), turns.count)
+    becomes = np.cumsum(place % factor == 0) - 1
+    num_slots = int(becomes[-1]) + 1
+    seconds, stretches = np.zeros(num_slots), np.zeros(num_slots, dtype=bool)
+    np.add.at(seconds, becomes, slots.seconds)
+    np.logical_or.at(stretches, becomes, slots.may_stretch)
+    result = Slots(
+        of_piece=becomes[slots.of_piece],
+        seconds=seconds,
+        may_stretch=stretches,
+    )
+    return result, turns
+
+
 def _group_begins(
     trace: Trace, seconds: FloatArray, max_seconds: float, turns: Turns | None
 ) -> BoolArray:
