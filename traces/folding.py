@@ -54,7 +54,8 @@ def fold(trace: Trace, micro_batches: int) -> Folding | None:
     It equals a trace recorded with that many, row by row, as far as the script treats all middle
     micro-batches alike; times of the turn before the cut are the mean over the turns that it stands
     for, so that its ideal time is that of the full trace less whole turns. None where the trace
-    does not repeat itself in all but times, or where less than two of its turns would be left.
+    does not repeat itself in all but times, or where too few of its turns would be left: less than
+    two, or not more than a storage of one of them lives on for.
     """
     turns = find_turns(trace.kernels)
     num_cut = trace.metadata.micro_batches - micro_batches
