@@ -140,8 +140,7 @@ class _Cut:
         wraps = storages.death < storages.birth
         self._death = storages.death + np.where(wraps, trace.num_kernels, 0)
         kept = turns.count - num_cut
-        # What is born in the turn before the cut is used in as many turns after it as in the full
-        # trace.
+        # What the turn before the cut creates is used in as many turns as in the full trace.
         before = min((kept + 1) // 2, kept - self._turns_outlived(turns))
         _require(before >= 1)
         self._start = turns.first_kernel + before * turns.length
