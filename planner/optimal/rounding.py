@@ -1,4 +1,4 @@
-"""From fluid to whole tensors: error diffusion over time, tier by tier; and repair of what is left.
+"""From fluid to whole tensors: error diffusion over time, tier by tier.
 
 The program's solution has fractions in few classes only, so carrying what rounding leaves over to
 the next class is enough (chronologically, within bounds).
@@ -70,39 +70,3 @@ def _diffuse(
         if best >= 0 and left[best] >= size[row] / 2:
             device[row] = best
             left[best] -= size[row]
-
-
-def repair(problem: Problem, device: IntArray) -> IntArray | None:
-    """The choice with further rows until the longest absences fit; None if they cannot.
-
-    Where most is missing, the row that is idle longest leaves, if it alone is enough, to the device
-    that the choice uses most.
-    """
-    device = device.copy()
-    rows = np.flatnonzero(device != STAYS)
-    used = np.bincount(
-        device[rows], weights=problem.num_bytes[rows], minlength=len(problem.machine.devices)
-    )
-    preferred = int(np.argmax(used)) if len(rows) else len(problem.machine.devices) - 1
-    over = problem.resident_with(rows, problem.away_first[rows], problem.away_end[rows])
-    over -= problem.capacity_bytes
-    num_kernels = problem.num_kernels
-    lap = problem.away_first // num_kernels * num_kernels
-    first, end = problem.away_first - lap, problem.away_end - lap
-    while True:
-        kernel = int(np.argmax(over))
-        if over[kernel] <= 0:
-            return device
-        covers = ((first <= kernel) & (kernel < end)) | (kernel + num_kernels < end)
-        free = np.flatnonzero(covers & (device == STAYS))
-        if not len(free):
-            return None
-        enough = free[problem.relief_bytes[free] >= over[kernel]]
-        row = _longest(problem, enough if len(enough) else free)
-        device[row] = preferred
-        over[first[row] : end[row]] -= problem.relief_bytes[row]
-        over[: max(end[row] - num_kernels, 0)] -= problem.relief_bytes[row]
-
-
-def _longest(problem: Problem, rows: IntArray) -> int:
-    return int(rows[np.argmax(problem.seconds[rows])])
