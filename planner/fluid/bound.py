@@ -49,7 +49,7 @@ class Bound:
     ``value_of_gb`` (seconds saved per further GB; ``gpu`` and tiers) and ``value_of_gb_per_second``
     (seconds saved per further GB/s, by channel or link direction) are slopes at the solution found:
     they tell what the limits are, and only for small changes. ``solver_seconds`` is what the solver
-    found, an estimate; ``num_rows`` and ``num_columns`` are of the program that it solved.
+    found if it finished, an estimate; ``num_rows`` and ``num_columns`` are of what it solved.
     """
 
     seconds: float
@@ -157,7 +157,8 @@ class _Search:
             if instance is None:
                 status = "optimal"
                 continue
-            proof = prove(instance, self._left())
+            left = self._left()
+            proof = prove(instance, None if left is None else left - self.building_seconds)
             status = proof.solution.status
             if best is None or proof.stall_seconds >= best.stall_seconds:
                 best = proof
@@ -185,9 +186,8 @@ class _Search:
 def _bound_of(trace: Trace, proof: Proof, status: str, solving_seconds: float) -> Bound:
     fluid, solution = proof.fluid, proof.solution
     values, found = {}, None
-    if solution.values is not None:
+    if solution.status == "optimal" and solution.duals is not None and solution.values is not None:
         found = trace.ideal_seconds + proof.found_seconds
-    if solution.duals is not None and solution.values is not None:
         values = {
             "value_of_gb": prices_of_memory(fluid, solution.duals),
             "value_of_gb_per_second": prices_of_rates(fluid, solution.duals, solution.values),

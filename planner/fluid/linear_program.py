@@ -15,7 +15,7 @@ Values = float | FloatArray
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """All variables are at least 0. ``column_upper`` is finite and holds for every schedule;
+    """All variables are at least 0. ``column_upper`` holds for every schedule, infinite for stalls;
     entries of A are (``rows``, ``columns``, ``values``), each place at most once.
     """
 

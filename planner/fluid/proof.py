@@ -6,11 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from teraio.contracts.hardware import Hardware
 from teraio.planner.fluid.aggregation import aggregate
-from teraio.planner.fluid.certificate import certified_minimum
+from teraio.planner.fluid.certificate import shown_by
 from teraio.planner.fluid.classes import GapClasses, gap_classes, needed_bytes
 from teraio.planner.fluid.formulation import FluidProgram, formulate
 from teraio.planner.fluid.slots import Slots, SlotTurns
@@ -139,18 +137,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 def _certified_stall_seconds(fluid: FluidProgram, solution: Solution) -> float:
-    """Stall that every plan has, from the duals alone; 0 if they show nothing.
-
-    Stalls are unlimited, but a plan either stalls ``most`` in all or keeps each stall below it, so
-    min(most, the certified minimum of those) holds for all, whatever ``most`` is.
-    """
+    """Stall that every plan has, from the duals alone; 0 if they show nothing."""
     if solution.duals is None:
         return 0.0
-    program = fluid.program
-    guess = 0.0 if solution.values is None else float(program.cost @ solution.values)
-    best = 0.0
-    for most in (1.01 * guess, *(4.0**n for n in range(-4, 16))):
-        upper = np.where(np.isfinite(program.column_upper), program.column_upper, most)
-        shown = certified_minimum(program, solution.duals, upper)
-        best = max(best, min(most, shown))
-    return best * fluid.second_unit
+    return shown_by(fluid.program, solution.duals).minimum() * fluid.second_unit

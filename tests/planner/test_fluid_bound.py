@@ -15,11 +15,12 @@ from tests.planner.random_plans import random_plan
 
 from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Slowdown, Ssd
 from teraio.contracts.plan import Plan
+from teraio.contracts.table import FloatArray
 from teraio.errors import CapacityError, InfeasibleError, InputError
 from teraio.planner.comparison import plan_summary
 from teraio.planner.drafts import draft_moves
 from teraio.planner.fluid.bound import Bound, lower_bound
-from teraio.planner.fluid.certificate import certified_minimum
+from teraio.planner.fluid.certificate import Shown, shown_by
 from teraio.planner.fluid.channels import hull
 from teraio.planner.fluid.linear_program import LinearProgram
 from teraio.planner.fluid.solve import solve
@@ -155,7 +156,10 @@ def test_the_certificate_needs_no_right_duals() -> None:
         columns=np.array([0, 1, 0, 1]),
         values=np.array([1.0, 1.0, 1.0, -1.0]),
     )
-    shown = partial(certified_minimum, program, upper=program.column_upper)
+
+    def shown(duals: FloatArray) -> float:
+        return shown_by(program, duals).at_zero
+
     duals = solve(program).duals
     assert duals is not None
     assert 1 - 1e-9 <= shown(duals) <= 1
@@ -163,6 +167,13 @@ def test_the_certificate_needs_no_right_duals() -> None:
     assert -1e-9 <= shown(np.array([-5.0, 0.0])) <= 0
     chance = np.random.default_rng(0)
     assert all(shown(chance.normal(size=2)) <= 1 for _ in range(1000))
+
+
+def test_an_unlimited_variable_costs_what_it_is_worth() -> None:
+    """At least 10, less 4 times the largest stall: 2 at a stall of 2, and no less elsewhere."""
+    assert Shown(10.0, -4.0).minimum() == pytest.approx(2.0)
+    assert Shown(10.0, 0.0).minimum() == pytest.approx(10.0)
+    assert Shown(-1.0, -4.0).minimum() == 0.0
 
 
 @pytest.mark.parametrize(
