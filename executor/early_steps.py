@@ -36,9 +36,9 @@ class _Unit:
 class EarlySteps:
     """Hooks on the parameters of an optimizer, and on its ``step``.
 
-    Nothing steps early before the loop has called ``step`` once, unless the optimizer has a state
-    already; ``when_late`` is called then. Errors are InputErrors, raised out of ``backward`` or
-    ``step``.
+    Nothing steps early before the loop has called ``step`` once, unless the optimizer has the state
+    that it needs already; ``when_late`` is called then. Errors are InputErrors, raised out of
+    ``backward`` or ``step``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EarlySteps:
         self._micro_batches = order.micro_batches
         self._when_late = when_late
         self._step = _own_step(optimizer)
-        self._is_ready = bool(optimizer.state)
+        self._is_ready = bool(optimizer.state) or not order.needs_state
         self._handles: list[Any] = []
         self._unit_of: dict[int, _Unit] = {}
         self._num_gradients: dict[int, int] = {}

@@ -15,12 +15,14 @@ class SteppingOrder:
 
     ``units``: names of the parameters that step together; ``kept``: names of those whose gradients
     the recorded loop keeps from one iteration to the next; ``scaled``: names of those whose
-    gradients a pipeline's schedule divides by the number of micro-batches.
+    gradients a pipeline's schedule divides by the number of micro-batches; ``needs_state``: whether
+    the optimizer has any.
     """
 
     units: tuple[tuple[str, ...], ...]
     kept: frozenset[str]
     scaled: frozenset[str]
+    needs_state: bool
     micro_batches: int
 
     @classmethod
@@ -33,6 +35,7 @@ class SteppingOrder:
             units=find_units(plan).parameters,
             kept=_without_suffix(storages.name[lives_on].tolist()),
             scaled=_without_suffix(storages.name[scaled].tolist()),
+            needs_state=bool((storages.kind == "optimizer_state").any()),
             micro_batches=plan.metadata.micro_batches,
         )
 

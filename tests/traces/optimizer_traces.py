@@ -45,7 +45,9 @@ LISTS: tuple[Kernel, ...] = (
 )
 
 
-def training_trace(kernels: Sequence[Kernel], *, without: str = "", **metadata: int) -> Trace:
+def training_trace(
+    kernels: Sequence[Kernel], *, without: str = "", optimizer_steps: int = 1
+) -> Trace:
     """The trace of these kernels, a millisecond each; all that is born dies at the end.
 
     ``without``: suffix of names whose storages the trace does not know.
@@ -78,7 +80,7 @@ def training_trace(kernels: Sequence[Kernel], *, without: str = "", **metadata: 
         ),
         storages=Storages.from_rows([(n, *row) for n, row in enumerate(rows)]),
         accesses=Accesses.from_rows(accesses),
-        metadata=TraceMetadata(source="measured", **metadata),  # type: ignore[arg-type]
+        metadata=TraceMetadata(source="measured", optimizer_steps=optimizer_steps),
     )
 
 

@@ -134,42 +134,42 @@ def test_scaling_by_a_pipeline_moves_along() -> None:
     assert described(result)[10] == ("other", division, "a.grad:rw")
 
 
-REFUSED: dict[str, tuple[tuple[Kernel, ...], dict[str, int], str]] = {
+REFUSED: dict[str, tuple[tuple[Kernel, ...], int, str]] = {
     "clipping": (
         (*PASSES, ("other", "aten.linalg_vector_norm", "a.grad:r b.grad:r norm:n"), *LOOP),
-        {},
+        1,
         r"kernel 5 \(aten.linalg_vector_norm\) uses [ab].grad after its gradient is complete",
     ),
     "scaling by something": (
         (*PASSES, ("other", "aten.div_.Tensor", "b.grad:rw hidden:r"), *LOOP),
-        {},
+        1,
         r"kernel 5 \(aten.div_.Tensor\) uses b.grad",
     ),
     "parameter read later": (
         (*PASSES[:4], ("backward", "aten.mm_backward", "b:r further:r a.grad:n"), *LOOP),
-        {},
+        1,
         r"kernel 4 \(aten.mm_backward\) uses b after",
     ),
     "norm inside the optimizer": (
         (*PASSES, ("optimizer", "aten.stack", "a.grad:r b.grad:r norm:n"), *LOOP),
-        {},
+        1,
         r"kernel 5 \(aten.stack\) of the optimizer uses 2 of 2 parameters",
     ),
     "buckets that overlap": (
         (*PASSES, *LISTS, ("optimizer", "aten._foreach_add_.List", "a:rw b:rw")),
-        {},
+        1,
         r"kernel 6 \(aten._foreach_lerp_.Scalar\) of the optimizer uses 1 of 2 parameters",
     ),
-    "two steps": (PASSES + LOOP, {"optimizer_steps": 2}, "the trace has 2"),
-    "no optimizer": (PASSES, {}, "no kernels of an optimizer"),
+    "two steps": (PASSES + LOOP, 2, "the trace has 2"),
+    "no optimizer": (PASSES, 1, "no kernels of an optimizer"),
     "a closure": (
         (*PASSES, *LOOP[:4], ("forward", "aten.mm", "a:r"), *LOOP[4:]),
-        {},
+        1,
         r"kernel 9 \(aten.mm\) runs inside the optimizer step",
     ),
     "no gradient": (
         (*PASSES[:4], ("optimizer", "aten.sub_.Tensor", "a:rw"), *LOOP[4:]),
-        {},
+        1,
         "makes no gradient for a,",
     ),
 }
@@ -178,9 +178,9 @@ REFUSED: dict[str, tuple[tuple[Kernel, ...], dict[str, int], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_results_is_refused(name: str) -> None:
     """Each message names the kernel, or what is missing."""
-    kernels, metadata, message = REFUSED[name]
+    kernels, optimizer_steps, message = REFUSED[name]
     with pytest.raises(InputError, match=message):
-        moved(training_trace(kernels, **metadata))
+        moved(training_trace(kernels, optimizer_steps=optimizer_steps))
 
 
 def test_unknown_names_and_options_are_named() -> None:
