@@ -11,8 +11,9 @@ backward pass that uses a dropped storage, of phase backward, with the durations
 workspaces of the originals. A dropped storage becomes two: one that dies with its last use in the
 forward pass, and one that is born again. Inputs live at least until they have been used again.
 
-Limits: a visit that overwrites its own inputs, or repeats a collective, is left alone; batch statistics kept in buffers are
-updated twice, as in PyTorch; random-number states cost nothing to keep.
+Limits: a visit that overwrites its own inputs is left alone; batch statistics kept in buffers are
+updated twice, as in PyTorch; random-number states cost nothing to keep. A repeated collective takes
+its time again, but has no number in its group's sequence.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def with_recomputation(trace: Trace, layers: int) -> Trace:
 
 
 def num_layers(trace: Trace) -> int:
-    """How many layers could be recomputed."""
-    return forward_groups(trace).num_layers
+    """How many layers could be recomputed; 0 where nothing can."""
+    groups = forward_groups(trace)
+    return groups.num_layers if find_slices(trace, groups, groups.num_layers) else 0
 
 
 def fewest_layers(most: int, fits: Callable[[int], bool]) -> int:
@@ -88,6 +90,8 @@ def fewest_layers(most: int, fits: Callable[[int], bool]) -> int:
     """
     if most == 0 or fits(0):
         return 0
+    if not fits(most):
+        return most
     too_few, enough = 0, most
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -115,19 +119,26 @@ def _insert(num_kernels: int, slices: list[Slice]) -> _Insertion:
 
 def _kernels(kernels: Kernels, order: _Insertion) -> Kernels:
     result = kernels.take(order.source)
-    phase = np.where(order.again, "backward", result.phase)
-    return replace(result, kernel=np.arange(len(result)), phase=phase)
+    return replace(
+        result,
+        kernel=np.arange(len(result)),
+        phase=np.where(order.again, "backward", result.phase),
+        group=np.where(order.again, "", result.group),
+        group_sequence=np.where(order.again, MISSING, result.group_sequence),
+    )
 
 
 class _Clones(NamedTuple):
     """Storages made again: row ``len(storages) + i`` is the clone of ``original[i]``, sorted.
 
     ``is_dropped`` bool (clones,): the backward pass uses the clone in the original's place.
+    ``is_kept`` bool (clones,): only put out again; whoever reads it finds the original.
     ``birth`` int64 (clones,) is the repeated kernel that makes it.
     """
 
     original: IntArray
     is_dropped: BoolArray
+    is_kept: BoolArray
     birth: IntArray
 
 
@@ -140,7 +151,12 @@ def _clones(trace: Trace, slices: list[Slice], order: _Insertion) -> _Clones:
     outputs = np.flatnonzero((birth >= 0) & (again[birth] >= 0))
     original = np.union1d(made, outputs)
     dropped = np.array([s for part in slices for s in part.dropped], dtype=np.int64)
-    return _Clones(original, np.isin(original, dropped), again[birth[original]])
+    return _Clones(
+        original,
+        is_dropped=np.isin(original, dropped),
+        is_kept=~np.isin(original, made),
+        birth=again[birth[original]],
+    )
 
 
 def _accesses(trace: Trace, order: _Insertion, clones: _Clones) -> Accesses:
@@ -159,7 +175,11 @@ def _accesses(trace: Trace, order: _Insertion, clones: _Clones) -> Accesses:
     sizes = first[source + 1] - first[source]
     rows = np.repeat(first[source] - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
     kernel_again = np.repeat(places, sizes)
-    clone = clone_of[accesses.storage[rows]]
+    again = accesses.storage[rows]
+    is_kept = np.zeros(num_storages, dtype=bool)
+    is_kept[clones.original[clones.is_kept]] = True
+    makes = trace.storages.birth[again] == accesses.kernel[rows]
+    clone = np.where(is_kept[again] & ~makes, -1, clone_of[again])
     # What is only viewed and not made again need not be there.
     kept = (clone >= 0) | accesses.reads[rows] | accesses.writes[rows]
     rows, kernel_again, clone = rows[kept], kernel_again[kept], clone[kept]

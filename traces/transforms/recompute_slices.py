@@ -86,8 +86,7 @@ def _runs_without_modules(trace: Trace, is_forward: BoolArray) -> Groups:
 def find_slices(trace: Trace, groups: Groups, num_layers: int) -> list[Slice]:
     """The slices of the first ``num_layers`` layers, in the order of their visits.
 
-    A visit is left out if its inputs are overwritten before the backward pass could run it again,
-    or if a collective would be among its kernels.
+    A visit is left out if its inputs are overwritten before the backward pass could run it again.
     """
     finder = _SliceFinder(trace, groups)
     wanted = np.flatnonzero(groups.layer < num_layers)
@@ -105,7 +104,7 @@ class _SliceFinder:
         self.first_access = np.searchsorted(accesses.kernel, np.arange(num_kernels + 1)).tolist()
         self.storage = accesses.storage.tolist()
         self.reads, self.writes = accesses.reads.tolist(), accesses.writes.tolist()
-        self.is_collective = (trace.kernels.group != "").tolist()
+        self.birth = storages.birth.tolist()
         self.is_buffer = (storages.kind == "buffer").tolist()
         born = np.where(storages.birth >= 0, groups.of_kernel[storages.birth], -1)
         of_access = born[accesses.storage]
@@ -140,14 +139,15 @@ class _SliceFinder:
             rows = range(self.first_access[kernel], self.first_access[kernel + 1])
             if not any(self.writes[row] and self.storage[row] in needed for row in rows):
                 continue
-            if self.is_collective[kernel]:
-                return None
             kernels.append(kernel)
             for row in rows:
                 storage = self.storage[row]
                 if self.group_if_remade[storage] == group:
                     if self.reads[row] or self.writes[row]:
                         needed.add(storage)
+                elif self.birth[storage] == kernel:
+                    # A kept output is put out again, beside the one that is kept.
+                    continue
                 elif not self._is_unchanged(storage, row, kernel, self.point[group]):
                     return None
         return Slice(self.point[group], kernels[::-1], self.dropped[group], needed)
