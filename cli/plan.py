@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="Share of the rates that the plan counts on; the prediction uses all of them.",
 )
-@click.option("--transform", help="Change to the order of the trace, recorded in the plan.")
+@click.option(
+    "--transform",
+    metavar="NAME",
+    help="Change the training before planning; the plan says so, and running it does it. "
+    "optimizer-in-backward steps each parameter as soon as its gradient is complete.",
+)
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Return the best found by then.")
 @click.option(
     "--bound",
@@ -72,6 +77,7 @@ def _show(console: Console, plan: Plan, output: Path | None) -> None:
     offloaded, fetched = moved[plan.moves.writes].sum(), moved[plan.moves.prefetch_start >= 0].sum()
     rows = [
         ("planner", metadata.planner),
+        *([("transform", metadata.transform)] if metadata.transform else []),
         ("predicted iteration", duration(plan.predicted_seconds)),
         ("ideal iteration", duration(plan.ideal_seconds)),
         ("lower bound", f"{duration(plan.lower_bound_seconds)} ({metadata.bound_kind})"),
