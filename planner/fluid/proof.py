@@ -90,21 +90,28 @@ def instance_of(
 
 def is_too_large(instance: Instance) -> bool:
     """Whether the program that would have to be solved has more than MOST_ROWS rows."""
-    num_rows, turns = len(instance.fluid.program.row_lower), instance.turns
-    if turns is not None and turns.count > 2 * TURNS_APART:
+    num_rows, turns = len(instance.fluid.program.row_lower), _turns_to_average(instance)
+    if turns is not None:
         # Nearly all rows are about slots or gaps, and those are spread over the iteration.
-        inner = turns.inner(TURNS_APART)
-        num_rows = round(num_rows * (1 - inner.length * (inner.count - 1) / instance.num_slots))
+        num_rows = round(num_rows * (1 - turns.length * (turns.count - 1) / instance.num_slots))
     return num_rows > MOST_ROWS
+
+
+def _turns_to_average(instance: Instance) -> SlotTurns | None:
+    """Turns that are worth making one, if there are some."""
+    turns = instance.turns
+    if turns is None or turns.count - 2 * TURNS_APART < LEAST_TURNS:
+        return None
+    is_large = len(instance.fluid.program.row_lower) >= SMALL_ROWS
+    return turns.inner(TURNS_APART) if is_large else None
 
 
 def prove(instance: Instance, time_limit: float | None = None) -> Proof:
     """The bound by turns where there are enough of them, else by the whole program."""
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    turns = instance.turns
-    is_large = len(instance.fluid.program.row_lower) >= SMALL_ROWS
-    if is_large and turns is not None and turns.count - 2 * TURNS_APART >= LEAST_TURNS:
-        proof = prove_by_turns(instance, turns.inner(TURNS_APART), deadline)
+    turns = _turns_to_average(instance)
+    if turns is not None:
+        proof = prove_by_turns(instance, turns, deadline)
         if proof.solution.duals is not None or deadline is not None:
             return proof
     return prove_by_all(instance, deadline)
