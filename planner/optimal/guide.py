@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from teraio.contracts.hardware import HOST
-from teraio.contracts.table import FloatArray, IntArray
+from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.fluid.classes import GapClasses, gap_classes
 from teraio.planner.fluid.formulation import FluidProgram, ProgramWriter, TierColumns, formulate
 from teraio.planner.fluid.linear_program import LinearProgram
@@ -51,17 +51,15 @@ def solve_guide(
     slots: Slots,
     folding: Folding | None,
     *,
-    extra_bytes: IntArray | None = None,
+    spare_bytes: int = 0,
     time_limit: float | None = None,
 ) -> Guide | None:
     """Solve the guide; None if no solution was found.
 
-    ``extra_bytes`` int64 (K,) must be away from each kernel on top of what its memory asks for.
+    ``spare_bytes`` of the GPU are not to be used.
     """
     trace = problem.trace
-    needed = problem.resident_bytes - problem.capacity_bytes
-    if extra_bytes is not None:
-        needed = needed + extra_bytes
+    needed = problem.resident_bytes - problem.capacity_bytes + spare_bytes
     gaps = gap_classes(trace, slots, with_tails=True, only=_worth_moving(problem))
     fluid = formulate(
         problem.hardware,
@@ -82,7 +80,7 @@ def solve_guide(
     return _read(problem, slots, gaps, fluid, solution.values, repeated)
 
 
-def _worth_moving(problem: Problem) -> IntArray:
+def _worth_moving(problem: Problem) -> BoolArray:
     """Periods that are large and long enough for a round trip, bool (inactive periods,)."""
     rates = problem.machine.solo_rate
     seconds = problem.num_bytes * (1 / rates[0::2].max() + 1 / rates[1::2].max())

@@ -20,23 +20,19 @@ _KERNEL = 0
 
 
 class Judged(NamedTuple):
-    """Mean seconds per iteration, and per kernel the start of its gap as simulated, float64
-    (K + 1,); None if not asked for.
-    """
+    """Mean seconds per iteration, and the simulated start of each kernel's gap, float64 (K + 1,)."""
 
     seconds: float
-    starts: FloatArray | None
+    starts: FloatArray
 
 
-def judge(problem: Problem, timed: Timed, device: IntArray, *, with_starts: bool) -> Judged:
+def judge(problem: Problem, timed: Timed, device: IntArray) -> Judged:
     """Simulate until steady. ``device`` int64 (rows,) is the choice that was timed."""
     moves = _planned_moves(problem, timed, device)
-    engine = engine_of_moves(problem.trace, moves, problem.machine, record=with_starts)
+    engine = engine_of_moves(problem.trace, moves, problem.machine, record=True)
     cycle = find_cycle(engine, _MAX_ITERATIONS, _cannot_end, None)
     seconds = [int(turn.account["iteration"][0]) for turn in cycle.iterations]
     mean = float(np.mean(seconds)) / PICOSECONDS_PER_SECOND
-    if not with_starts:
-        return Judged(mean, None)
     events = cycle.iterations[-1].events
     ends = events["end"][events["what"] == _KERNEL]
     starts = np.zeros(problem.num_kernels + 1)

@@ -1,0 +1,118 @@
+"""The guide's advice on a whole trace, found on a folded one where micro-batches are alike."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from teraio.contracts.hardware import Hardware, Host, Link, Ssd
+from teraio.contracts.table import FloatArray, IntArray
+from teraio.planner.optimal.guide import solve_guide
+from teraio.planner.optimal.periods import STAYS, Problem
+from teraio.planner.optimal.rounding import round_guide
+from teraio.planner.optimal.slots import guide_slots
+from teraio.planner.optimal.timing import stretched_starts
+from teraio.traces.folding import Folding, fold, map_periods
+
+FOLDED_MICRO_BATCHES = 5
+"""Two turns before the one that stands for many, and as many after it, for a two-stage pipeline."""
+
+SMALL_KERNELS = 15_000
+"""A folded trace with at most so many kernels has a guide of about a second."""
+
+_SLOTS_BYTES_SHARE = 1 / 6
+"""Of the GPU's memory: what the optimizer's kernels of one slot may touch."""
+
+
+class Advice(NamedTuple):
+    """A device per row of the whole problem, and the timeline with the guide's stalls, float64
+    (K + 1,).
+    """
+
+    device: IntArray
+    starts: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Guiding:
+    """The whole problem, the folded one (the same where nothing folds), and how they correspond:
+    ``folded_row`` int64 (rows,) of each row of the whole problem; STAYS where there is none.
+    """
+
+    problem: Problem
+    folded: Problem
+    folding: Folding | None
+    folded_row: IntArray
+
+    @classmethod
+    def of(cls, problem: Problem, share: float) -> Guiding:
+        """Fold the trace if that saves micro-batches. The guide counts on ``share`` of all rates."""
+        slower = _with_rates(problem.hardware, share)
+        folding = None
+        if problem.trace.metadata.micro_batches > FOLDED_MICRO_BATCHES:
+            folding = fold(problem.trace, FOLDED_MICRO_BATCHES)
+        if folding is None:
+            same = replace(problem, hardware=slower)
+            return cls(problem, same, None, np.arange(len(problem.period)))
+        folded = Problem.of(folding.trace, slower)
+        row_of_period = np.full(len(folded.all_periods) + 1, STAYS)
+        row_of_period[folded.period] = np.arange(len(folded.period))
+        # A period without a counterpart (MISSING) meets the last entry.
+        found = map_periods(folding, problem.all_periods, folded.all_periods)[problem.period]
+        return cls(problem, folded, folding, row_of_period[found])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the guide takes little time."""
+        return self.folded.num_kernels <= SMALL_KERNELS
+
+    def advise(
+        self,
+        *,
+        slot_seconds: float,
+        spare_bytes: int = 0,
+        deadline: float | None = None,
+    ) -> Advice | None:
+        """Solve and round; None if no solution was found in time.
+
+        ``slot_seconds`` limits slots in ideal time; ``spare_bytes`` of the GPU are left out.
+        """
+        time_limit = None
+        if deadline is not None:
+            time_limit = deadline - time.monotonic()
+            if time_limit <= 0:
+                return None
+        folded = self.folded
+        slots = guide_slots(
+            folded.trace, slot_seconds, _SLOTS_BYTES_SHARE * folded.capacity_bytes
+        )
+        guide = solve_guide(
+            folded, slots, self.folding, spare_bytes=spare_bytes, time_limit=time_limit
+        )
+        if guide is None:
+            return None
+        chosen = np.r_[round_guide(folded, guide), STAYS]
+        stretch = guide.stretch if self.folding is None else guide.stretch[self.folding.kernel]
+        return Advice(chosen[self.folded_row], stretched_starts(self.problem, stretch))
+
+
+def _with_rates(hardware: Hardware, share: float) -> Hardware:
+    """The same machine with ``share`` of all its rates."""
+    if share == 1:
+        return hardware
+
+    def slower(part: Host | Ssd | Link) -> dict[str, float]:
+        names = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate")
+        return {name: share * getattr(part, name) for name in names}
+
+    memory_rate = hardware.host.memory_rate
+    memory_rate = None if memory_rate is None else share * memory_rate
+    return replace(
+        hardware,
+        link=tuple(replace(link, **slower(link)) for link in hardware.link),
+        host=replace(hardware.host, memory_rate=memory_rate, **slower(hardware.host)),
+        ssd=tuple(replace(ssd, **slower(ssd)) for ssd in hardware.ssd),
+    )

@@ -1,0 +1,191 @@
+"""The optimal planner: near the best possible plan, and quickly (DESIGN: Planning).
+
+1. The first plan: what is idle longest leaves (:mod:`repairing`), timed exactly (:mod:`timing`).
+2. The guide (:mod:`guide`): a fluid program of the whole iteration, or of a folded one in which one
+   turn stands for all that are alike. It decides which bytes go where, and where it is worth to
+   wait.
+3. Rounding to whole storages (:mod:`rounding`), repair where rounding left too much, exact times on
+   the guide's timeline, then on the simulated one (:mod:`search`). Of a folded trace, the choice of
+   the repeated turn is made for every turn, and times and verdict are of the whole trace.
+4. While time is left: the guide again with less memory, and with finer slots.
+5. On traces of few kernels the greedy plan is made too, and the best of all is returned.
+
+Anytime: with a time limit, what has not been tried when it is over is left out; the first plan is
+always made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from teraio.contracts.hardware import Hardware
+from teraio.contracts.plan import Moves, Plan
+from teraio.errors import CapacityError
+from teraio.planner.drafts import draft_moves
+from teraio.planner.greedy import plan_greedy
+from teraio.planner.optimal.guiding import Guiding
+from teraio.planner.optimal.periods import Problem
+from teraio.planner.optimal.search import Found, Search
+from teraio.planner.plan_building import build_plan
+from teraio.simulator.engine_setup import check_feasible
+from teraio.traces.trace import Trace
+from teraio.units import format_bytes
+
+GREEDY_KERNELS = 4_000
+"""Traces with at most this many kernels are planned by the greedy too."""
+
+_SETTINGS = 3
+"""How many settings of the guide are tried without a time limit, where its program is small."""
+
+_SPARE_SHARE = 0.01
+"""Of the GPU's memory, left out of some guides: about one tensor in flight."""
+
+_HOST_MARGINS = (1.0, 0.97, 0.92, 0.85, 0.7)
+"""Shares of the host budget to plan with, in turn, until packing leaves no hole too many."""
+
+_CLOSE_TO_IDEAL = 1 + 1e-6
+
+Progress = Callable[[str], None]
+
+
+def plan_optimal(
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    bandwidth_share: float = 1.0,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan found; see the module's text.
+
+    ``hardware`` holds the budgets. ``bandwidth_share`` scales the rates that shape the plan, not
+    those that predict it. ``time_limit`` is in seconds; without one, the search ends when its steps
+    are done. Raises InfeasibleError that names the kernel if one needs more than the GPU has,
+    CapacityError if the tiers are too small.
+    """
+    started = time.monotonic()
+    check_feasible(trace, hardware.gpu_of_rank(trace.metadata.rank).memory_bytes)
+    deadline = None if time_limit is None else started + time_limit
+    options: dict[str, Any] = {"bandwidth_share": bandwidth_share}
+    if time_limit is not None:
+        options["time_limit"] = time_limit
+    report = progress or (lambda _: None)
+    made = _search(trace, hardware, bandwidth_share, deadline, options, report)
+    seconds = time.monotonic() - started
+    return replace(made, metadata=replace(made.metadata, planning_seconds=seconds))
+
+
+def _search(
+    trace: Trace,
+    hardware: Hardware,
+    share: float,
+    deadline: float | None,
+    options: dict[str, Any],
+    report: Progress,
+) -> Plan:
+    """Choices until steps or time are over, and the best of them as a plan."""
+    error: CapacityError | None = None
+    for margin in _HOST_MARGINS:
+        host_bytes = int(margin * hardware.host.memory_bytes)
+        problem = Problem.of(trace, hardware.with_budgets(host_memory=host_bytes))
+        if problem.resident_bytes.max() <= problem.capacity_bytes:
+            return build_plan(trace, Moves.empty(), hardware, planner="optimal", options=options)
+        search = Search(problem, share, deadline)
+        _run_steps(search, report)
+        try:
+            return _best_plan(trace, hardware, search, options)
+        except CapacityError as caught:
+            error = error or caught
+        if host_bytes == 0 or search.is_over():
+            break
+    try:
+        return _named_optimal(plan_greedy(trace, hardware, bandwidth_share=share), options)
+    except CapacityError as caught:
+        raise error or caught from None
+
+
+def _run_steps(search: Search, report: Progress) -> None:
+    """Steps 1 to 4 of the module's text."""
+    search.try_longest_idle()
+    if search.is_over() or _is_ideal(search):
+        return
+    report("guiding")
+    guiding = Guiding.of(search.problem, search.share)
+    for number, (slot_seconds, spare_bytes) in enumerate(_settings(guiding)):
+        if search.deadline is None and number >= (_SETTINGS if guiding.is_small else 1):
+            return
+        advice = guiding.advise(
+            slot_seconds=slot_seconds, spare_bytes=spare_bytes, deadline=search.deadline
+        )
+        if advice is not None:
+            origin = f"guide, slots of {slot_seconds:.3g} s, {format_bytes(spare_bytes)} spare"
+            search.try_choice(advice.device, advice.starts, origin)
+        if search.is_over() or _is_ideal(search):
+            return
+
+
+def _settings(guiding: Guiding) -> list[tuple[float, int]]:
+    """Seconds of a slot and spare bytes of the GPU, in the order in which they are worth trying.
+
+    Whole tensors in flight take memory that a fluid does not, so less than all may plan better.
+    """
+    spare_bytes = int(_SPARE_SHARE * guiding.problem.capacity_bytes)
+    iteration = guiding.folded.trace.ideal_seconds
+    settings = [(iteration, 0), (iteration, spare_bytes), (iteration / 500, 0)]
+    settings += [(iteration / 500, spare_bytes), (iteration, 2 * spare_bytes)]
+    return settings
+
+
+def _is_ideal(search: Search) -> bool:
+    ideal = search.problem.trace.ideal_seconds
+    return search.best is not None and search.best.seconds <= ideal * _CLOSE_TO_IDEAL
+
+
+def _best_plan(trace: Trace, hardware: Hardware, search: Search, options: dict[str, Any]) -> Plan:
+    """The fastest choice that the tiers have room for, or on small traces the greedy plan if that
+    is faster. Raises CapacityError if there is none.
+    """
+    error = CapacityError("no choice of periods fits: the tiers are too small, or too few can move")
+    for found in sorted(search.found, key=lambda found: found.seconds):
+        try:
+            best = _plan_of(trace, hardware, search.problem, found, options)
+            break
+        except CapacityError as caught:
+            error = caught
+    else:
+        raise error
+    if trace.num_kernels > GREEDY_KERNELS or _is_ideal(search) or search.is_over():
+        return best
+    greedy = plan_greedy(trace, hardware, bandwidth_share=search.share)
+    if greedy.predicted_seconds < best.predicted_seconds:
+        return _named_optimal(greedy, options)
+    return best
+
+
+def _named_optimal(greedy: Plan, options: dict[str, Any]) -> Plan:
+    kept = options | {"origin": "greedy"}
+    return replace(greedy, metadata=replace(greedy.metadata, planner="optimal", options=kept))
+
+
+def _plan_of(
+    trace: Trace, hardware: Hardware, problem: Problem, found: Found, options: dict[str, Any]
+) -> Plan:
+    rows = found.timed.rows
+    names = np.array(problem.machine.devices, dtype=object)
+    moves = draft_moves(
+        trace,
+        problem.all_periods,
+        problem.period[rows],
+        offload_start=problem.after[rows],
+        free_by=found.timed.windows.free_by,
+        prefetch_start=found.timed.windows.prefetch_start,
+        device=names[found.device[rows]],
+    )
+    return build_plan(
+        trace, moves, hardware, planner="optimal", options=options | {"origin": found.origin}
+    )

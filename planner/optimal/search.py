@@ -1,0 +1,91 @@
+"""The search for a fast choice: a guide, its rounding, exact times, the simulator's word, again.
+
+A choice says which periods leave and where to. Its times depend on the timeline, which depends on
+the stalls, which depend on the times: starting from the guide's timeline, the simulated one takes
+its place a few times, and the fastest of all is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from teraio.contracts.table import FloatArray, IntArray
+from teraio.planner.optimal.judging import judge
+from teraio.planner.optimal.periods import STAYS, Problem
+from teraio.planner.optimal.repairing import repair
+from teraio.planner.optimal.timing import Timed, time_moves
+from teraio.traces.lifetimes import kernel_starts_seconds
+
+_MAX_ROUNDS = 4
+_LEAST_GAIN = 1e-5
+
+
+class Found(NamedTuple):
+    """A choice that fits: device per row, times, and the simulated seconds per iteration."""
+
+    device: IntArray
+    timed: Timed
+    seconds: float
+    starts: FloatArray
+    origin: str
+
+
+@dataclass
+class Search:
+    """Keeps choices for ``problem``; ``deadline`` is of ``time.monotonic``, or None.
+
+    ``share`` is the part of all rates that times count on; judged at full rates.
+    """
+
+    problem: Problem
+    share: float = 1.0
+    deadline: float | None = None
+    found: list[Found] = field(default_factory=list)
+
+    @property
+    def best(self) -> Found | None:
+        """The fastest choice so far."""
+        return min(self.found, key=lambda found: found.seconds, default=None)
+
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def try_longest_idle(self) -> None:
+        """The first choice, without any guide: whatever is idle longest leaves."""
+        nothing = np.full(len(self.problem.period), STAYS)
+        self.try_choice(nothing, kernel_starts_seconds(self.problem.trace), "longest idle")
+
+    def try_choice(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
+        """Repair, time and judge a choice on a timeline; again on the simulated one while it helps.
+
+        Returns the best of these; None if the choice cannot be made to fit.
+        """
+        repaired = repair(self.problem, device)
+        if repaired is None:
+            return None
+        best: Found | None = None
+        for _ in range(_MAX_ROUNDS):
+            found = self._judged(repaired, starts, origin)
+            if found is None:
+                break
+            is_better = best is None or found.seconds < best.seconds * (1 - _LEAST_GAIN)
+            if best is None or found.seconds < best.seconds:
+                best = found
+            if not is_better or self.is_over():
+                break
+            starts = found.starts
+        if best is not None:
+            self.found.append(best)
+        return best
+
+    def _judged(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
+        timed = time_moves(self.problem, device, starts, self.share)
+        if timed is None:
+            return None
+        judged = judge(self.problem, timed, device)
+        return Found(device, timed, judged.seconds, judged.starts, origin)
