@@ -27,14 +27,14 @@ _HEADINGS = ("planner", "iteration", "of ideal", "stalled", "GPU peak", "host pe
 
 @command(
     "compare",
-    example="teraio compare bert.trace --hardware g10 --planners ideal,greedy,on-demand "
+    example="teraio compare bert.trace --hardware g10 --planners ideal,optimal,greedy,on-demand "
     "--plot compare.png",
 )
 @trace_argument
 @hardware_option
 @click.option(
     "--planners",
-    default="ideal,greedy,on-demand",
+    default="ideal,optimal,greedy,on-demand",
     show_default=True,
     metavar="A,B,C",
     help="Planners and policies, in the order of the table.",

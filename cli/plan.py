@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @trace_argument
 @hardware_option
 @output_option("The plan to write, e.g. bert.plan.", required=False)
-@click.option("--planner", default="greedy", show_default=True, help="Who decides.")
+@click.option("--planner", default="optimal", show_default=True, help="Who decides.")
 @gpu_memory_option
 @host_memory_option
 @click.option(
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 )
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Return the best found by then.")
 @click.option(
-    "--bound",
-    is_flag=True,
-    help="Prove how fast any plan could be, and what more memory or bandwidth would be worth.",
+    "--bound/--no-bound",
+    default=None,
+    help="Prove how fast any plan could be, and what more memory or bandwidth would be worth; "
+    "optimal does so unless told not to.",
 )
 def plan(
     reporter: Reporter, trace: Path, hardware: str, output: Path | None, **options: Any

@@ -17,7 +17,7 @@ from teraio.traces.trace import Trace, as_trace
 if TYPE_CHECKING:
     import pandas as pd
 
-DEFAULT_PLANNERS = ("ideal", "greedy", "on-demand")
+DEFAULT_PLANNERS = ("ideal", "optimal", "greedy", "on-demand")
 
 
 def compare(

@@ -16,6 +16,7 @@ from teraio.errors import InputError
 from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.milp.exact import plan_milp
+from teraio.planner.optimal.optimal import plan_optimal
 from teraio.planner.plan_building import build_plan, plan_of_original
 from teraio.planner.policies.registry import PAGED_POLICIES, POLICIES, Policy
 from teraio.planner.verifier import verify
@@ -29,18 +30,22 @@ Planner = Callable[[Trace, Hardware, float, float | None], Plan]
 Progress = Callable[[str], None]
 """Told in a few words what a planner is doing."""
 
+_SEARCH_SHARE = 0.8
+_LEAST_BOUND_SHARE = 0.2
+"""Of a time limit: what the search may use, and what the bound gets at least."""
+
 
 def plan(
     trace: Trace | str | Path,
     hardware: Hardware | str | Path,
     *,
-    planner: str = "greedy",
+    planner: str = "optimal",
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
     bandwidth_share: float = 1.0,
     transform: str | None = None,
     time_limit: float | None = None,
-    bound: bool = False,
+    bound: bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide which storages leave the GPU when, so that the iteration fits and waits least.
@@ -50,9 +55,10 @@ def plan(
     ``bandwidth_share`` plans for that share of the rates; the prediction uses all of them.
     ``transform`` changes the trace before planning (``teraio.traces.transforms``): the plan names
     it, is about the result, and refers to ``trace`` by hash and ideal.
-    ``time_limit`` in seconds is for planners that search and for the bound; the planners here take
-    a few seconds at most. ``bound`` proves how fast any plan could be (:func:`lower_bound`) and
-    keeps it in the plan; the plan is the same with and without.
+    ``time_limit`` in seconds is for planners that search: they return the best plan found by then,
+    and at least their first one. ``bound`` proves how fast any plan could be (:func:`lower_bound`)
+    and keeps it in the plan, which is the same with and without; planner ``optimal`` does so unless
+    told not to, in what its search has left of the time limit.
 
     Raises InputError for wrong arguments, InfeasibleError if one kernel needs more than the GPU
     has, CapacityError if the tiers are too small, RuntimeError if the planner made a plan that the
@@ -65,12 +71,14 @@ def plan(
         raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {bandwidth_share}")
     if time_limit is not None and time_limit <= 0:
         raise InputError(f"time_limit: must be above 0 seconds, got {time_limit}")
+    bound = planner == "optimal" if bound is None else bound
     if bound and planner in _MAY_NOT_FIT:
         raise InputError(f"bound: holds for plans that fit, which {planner} need not; leave it out")
     trace = as_trace(trace)
     budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory)
     report = progress or _silent
     report(f"planning ({planner})")
+    started = time.monotonic()
     if transform is None:
         result = make(trace, budgeted, bandwidth_share, time_limit)
     else:
@@ -79,7 +87,10 @@ def plan(
         result = plan_of_original(made, trace, transform)
     if bound:
         report("bounding")
-        result = _with_bound(trace_of_plan(trace, result), result, time_limit)
+        left = None
+        if time_limit is not None:
+            left = max(time_limit - (time.monotonic() - started), _LEAST_BOUND_SHARE * time_limit)
+        result = _with_bound(trace_of_plan(trace, result), result, left)
     report("verifying")
     verification = verify(trace, result)
     must_fit = planner not in _MAY_NOT_FIT
@@ -109,6 +120,11 @@ def _silent(_: str) -> None:
 
 def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | None) -> Plan:
     return plan_greedy(trace, hardware, bandwidth_share=bandwidth_share)
+
+
+def _optimal(trace: Trace, hardware: Hardware, share: float, time_limit: float | None) -> Plan:
+    search_limit = None if time_limit is None else _SEARCH_SHARE * time_limit
+    return plan_optimal(trace, hardware, time_limit=search_limit, bandwidth_share=share)
 
 
 def _milp(trace: Trace, hardware: Hardware, share: float, time_limit: float | None) -> Plan:
@@ -152,7 +168,13 @@ def _from_policy(make: Policy) -> Planner:
 
 
 PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
-    {"greedy": _greedy, "milp": _milp, "ideal": _ideal, "on-demand": _on_demand}
+    {
+        "optimal": _optimal,
+        "greedy": _greedy,
+        "milp": _milp,
+        "ideal": _ideal,
+        "on-demand": _on_demand,
+    }
     | {name: _from_policy(policy) for name, policy in POLICIES.items()}
 )
 """Planners by name."""

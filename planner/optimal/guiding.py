@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,11 +20,15 @@ from teraio.traces.folding import Folding, fold, map_periods
 FOLDED_MICRO_BATCHES = 5
 """Two turns before the one that stands for many, and as many after it, for a two-stage pipeline."""
 
+_RATES = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate")
+
 SMALL_KERNELS = 15_000
 """A folded trace with at most so many kernels has a guide of about a second."""
 
 _SLOTS_BYTES_SHARE = 1 / 6
 """Of the GPU's memory: what the optimizer's kernels of one slot may touch."""
+
+Part = TypeVar("Part", Host, Ssd, Link)
 
 
 class Advice(NamedTuple):
@@ -49,7 +53,7 @@ class Guiding:
 
     @classmethod
     def of(cls, problem: Problem, share: float) -> Guiding:
-        """Fold the trace if that saves micro-batches. The guide counts on ``share`` of all rates."""
+        """Fold the trace if that saves micro-batches; ``share`` of all rates is counted on."""
         slower = _with_rates(problem.hardware, share)
         folding = None
         if problem.trace.metadata.micro_batches > FOLDED_MICRO_BATCHES:
@@ -86,9 +90,7 @@ class Guiding:
             if time_limit <= 0:
                 return None
         folded = self.folded
-        slots = guide_slots(
-            folded.trace, slot_seconds, _SLOTS_BYTES_SHARE * folded.capacity_bytes
-        )
+        slots = guide_slots(folded.trace, slot_seconds, _SLOTS_BYTES_SHARE * folded.capacity_bytes)
         guide = solve_guide(
             folded, slots, self.folding, spare_bytes=spare_bytes, time_limit=time_limit
         )
@@ -104,15 +106,15 @@ def _with_rates(hardware: Hardware, share: float) -> Hardware:
     if share == 1:
         return hardware
 
-    def slower(part: Host | Ssd | Link) -> dict[str, float]:
-        names = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate")
-        return {name: share * getattr(part, name) for name in names}
+    def slower(part: Part) -> Part:
+        rates: dict[str, Any] = {name: share * getattr(part, name) for name in _RATES}
+        return replace(part, **rates)
 
     memory_rate = hardware.host.memory_rate
     memory_rate = None if memory_rate is None else share * memory_rate
     return replace(
         hardware,
-        link=tuple(replace(link, **slower(link)) for link in hardware.link),
-        host=replace(hardware.host, memory_rate=memory_rate, **slower(hardware.host)),
-        ssd=tuple(replace(ssd, **slower(ssd)) for ssd in hardware.ssd),
+        link=tuple(slower(link) for link in hardware.link),
+        host=replace(slower(hardware.host), memory_rate=memory_rate),
+        ssd=tuple(slower(ssd) for ssd in hardware.ssd),
     )

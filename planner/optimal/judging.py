@@ -20,7 +20,7 @@ _KERNEL = 0
 
 
 class Judged(NamedTuple):
-    """Mean seconds per iteration, and the simulated start of each kernel's gap, float64 (K + 1,)."""
+    """Mean seconds per iteration; ``starts``: simulated start of each kernel's gap, (K + 1,)."""
 
     seconds: float
     starts: FloatArray

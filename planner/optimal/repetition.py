@@ -19,7 +19,7 @@ class Repeated:
 
     ``gaps_in`` are classes of gaps that reach into the turn from the one before it, ``gaps_out``
     those that reach as far out of it, pair by pair, int64 (pairs,); ``serves`` bool (gaps,) tells
-    the gaps that a copy may serve. ``rows_in`` and ``rows_out`` are the same as rows of the problem.
+    the gaps that a copy may serve. ``rows_in`` and ``rows_out``: the same, as rows of the problem.
     """
 
     first_slot: int

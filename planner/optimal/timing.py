@@ -18,6 +18,7 @@ from teraio.planner.optimal.transfer_times import end_seconds
 from teraio.planner.retiming import Windows, grow_offloads, grow_prefetches
 from teraio.planner.slack_tree import slack_tree
 from teraio.traces.lifetimes import kernel_starts_seconds
+from teraio.units import PICOSECONDS_PER_SECOND
 
 _TINY_SECONDS = 1e-12
 
@@ -89,7 +90,7 @@ def _wanted(
             device[who],
             rates=machine.solo_rate[direction::2] * share,
             link_rate=float(machine.link_solo_rate[direction]) * share,
-            latency_seconds=machine.latency[direction::2] * 1e-12,
+            latency_seconds=(machine.latency / PICOSECONDS_PER_SECOND)[direction::2],
             iteration_seconds=float(starts[-1]),
         )
     first, last = problem.away_first[rows], problem.away_end[rows]

@@ -12,7 +12,7 @@ import numpy as np
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 
 _LAPS = 2
-"""Iterations played, so that what the first leaves over delays the second as it does in training."""
+"""Iterations played, so that what the first leaves over delays the second, as in training."""
 
 
 def end_seconds(
