@@ -56,19 +56,26 @@ class Training:
         micro_batches: int = 2,
         *,
         set_to_none: bool = True,
+        two_groups: bool = False,
         device: str = "cpu",
     ) -> None:
         self.name = model
         self.make_optimizer = OPTIMIZERS[optimizer]
         self.micro_batches = micro_batches
         self.set_to_none = set_to_none
+        self.two_groups = two_groups
         self.device = device
 
     def build(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Mixed() if self.name == "mixed" else build_model(self.name)
         model.to(self.device)
-        return model, self.make_optimizer(model.parameters())
+        parameters: Any = list(model.parameters())
+        if self.two_groups:
+            matrices = [p for p in parameters if p.dim() > 1]
+            rest = [p for p in parameters if p.dim() <= 1]
+            parameters = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+        return model, self.make_optimizer(parameters)
 
     def loss(self, model: torch.nn.Module, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(number)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.executor.backward_training import (
@@ -78,6 +80,33 @@ def test_the_transform_foresees_what_hooks_do(
     assert accesses(foreseen) == accesses(hooked)
 
 
+def with_counts_on_the_host(trace: Trace) -> Trace:
+    """As a GPU's trace has it: no storage is known of an optimizer's scalars."""
+    accesses, storages = trace.accesses, trace.storages
+    in_step = trace.kernels.phase[accesses.kernel] == "optimizer"
+    is_known = np.ones(len(storages), dtype=bool)
+    is_known[accesses.storage[in_step]] = storages.nbytes[accesses.storage[in_step]] > 8
+    number = np.cumsum(is_known) - 1
+    kept = accesses.take(is_known[accesses.storage])
+    return replace(
+        trace,
+        storages=replace(storages.take(is_known), storage=np.arange(is_known.sum())),
+        accesses=replace(kept, storage=number[kept.storage]),
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw loop", "adamw foreach"])
+@pytest.mark.parametrize("two_groups", [False, True])
+def test_counts_of_steps_on_the_host(optimizer: str, two_groups: bool) -> None:
+    """Kernels that access nothing in the trace move with those around them."""
+    training = Training("mixed", optimizer, 2, two_groups=two_groups)
+    trace = training.recorded()
+    seen = transform_trace(trace, IN_BACKWARD).kernels
+    unseen = transform_trace(with_counts_on_the_host(trace), IN_BACKWARD).kernels
+    assert unseen.op.tolist() == seen.op.tolist()
+    assert unseen.signature.tolist() == seen.signature.tolist()
+
+
 @pytest.mark.parametrize(
     ("model", "micro_batches", "optimizer"),
     [("tiny-gpt2", 2, "adamw fused"), ("mixed", 1, "adamw loop")]
@@ -108,7 +137,7 @@ def test_results_are_those_of_plain_training(
 
 def test_gradients_that_the_loop_keeps(machine: Any) -> None:
     """``zero_grad(set_to_none=False)``: they are not dropped, and no step is taken twice."""
-    training = Training(set_to_none=False)
+    training = Training(optimizer="adamw foreach", set_to_none=False, two_groups=True)
     plain, trace = training.trained(), training.recorded()
     plan = unmoved_plan(trace, machine)
     assert SteppingOrder.of_plan(plan).kept
