@@ -117,7 +117,8 @@ def _bound_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def _why_no_moves(plan: Plan) -> str:
     metadata = plan.metadata
-    if metadata.peak_gpu_bytes <= metadata.gpu_memory_bytes and metadata.planner != "on-demand":
+    has_moves = metadata.planner not in ("on-demand", "recompute-only")
+    if metadata.peak_gpu_bytes <= metadata.gpu_memory_bytes and has_moves:
         return "none needed: everything fits; give a smaller --gpu-memory to offload"
     return "none: this planner makes no moves ahead"
 

@@ -35,8 +35,7 @@ def plan_activation_only(trace: Trace, hardware: Hardware, *, bandwidth_share: f
         made = plan_greedy(restricted, hardware, bandwidth_share=bandwidth_share)
     except InfeasibleError as error:
         raise CapacityError(
-            f"activation-only moves saved activations and nothing else, and with all of them away "
-            f"{error}"
+            f"{error}; activation-only moves saved activations and nothing else"
         ) from None
     return build_plan(
         trace,

@@ -50,7 +50,7 @@ def plan_flashneuron(trace: Trace, hardware: Hardware, *, bandwidth_share: float
     started = time.perf_counter()
     ssds = hardware.ssds_of_rank(trace.metadata.rank)
     if not ssds:
-        raise CapacityError(f"{NAME}: offloads to an SSD, and this GPU reaches none")
+        raise CapacityError(f"{NAME} offloads to an SSD, and this GPU reaches none")
     periods = inactive_periods(trace)
     rows, ordinal = _forward_order(trace, periods)
     count = _linear_selection(trace, periods, rows, ordinal, hardware)

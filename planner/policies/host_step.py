@@ -179,8 +179,8 @@ def without_state(hardware: Hardware, device: str, state_bytes: int, policy: str
     left = room[device] - state_bytes
     if left < 0:
         raise CapacityError(
-            f"{policy}: the optimizer state takes {state_bytes} bytes "
-            f"({format_bytes(state_bytes)}) of {device}, but {room[device]} are available"
+            f"the optimizer state takes {state_bytes} bytes ({format_bytes(state_bytes)}) of "
+            f"{device} under {policy}, but {room[device]} are available"
         )
     if device == HOST:
         return hardware.with_budgets(host_memory=left)

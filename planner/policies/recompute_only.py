@@ -67,10 +67,10 @@ def _check_fits(changed: Trace, capacity_bytes: int) -> None:
     if resident[kernel] > capacity_bytes:
         needed = int(resident[kernel])
         raise CapacityError(
-            f"{NAME}: kernel {kernel} ({changed.kernels.op[kernel]}) needs {needed} bytes "
-            f"({format_bytes(needed)}) of GPU memory with every layer recomputed, but "
-            f"{capacity_bytes} ({format_bytes(capacity_bytes)}) are available; nothing leaves the "
-            "GPU under this policy"
+            f"kernel {kernel} ({changed.kernels.op[kernel]}) needs {needed} bytes "
+            f"({format_bytes(needed)}) of GPU memory with all recomputed that can be, but "
+            f"{capacity_bytes} ({format_bytes(capacity_bytes)}) are available; under {NAME} "
+            "nothing leaves the GPU"
         )
 
 

@@ -85,8 +85,8 @@ def _slack_bytes(
         capacity = hardware.gpu_of_rank(trace.metadata.rank).memory_bytes
         needed = capacity - int(slack[kernel])
         raise CapacityError(
-            f"{policy}: kernel {kernel} ({trace.kernels.op[kernel]}) needs {needed} bytes "
-            f"({format_bytes(needed)}) of GPU memory, because {staying} stay there, but {capacity} "
-            f"({format_bytes(capacity)}) are available"
+            f"kernel {kernel} ({trace.kernels.op[kernel]}) needs {needed} bytes "
+            f"({format_bytes(needed)}) of GPU memory, because under {policy} {staying} stay there, "
+            f"but {capacity} ({format_bytes(capacity)}) are available"
         )
     return slack

@@ -28,8 +28,9 @@ Where memory is short, transfers overlap less than asked for, last the soonest n
 extreme they do not overlap at all (:mod:`teraio.planner.policies.windows`).
 
 Limits: no partition over ranks (a rank's traced collectives stay), precision is the trace's, no
-buffer count or pinned-buffer limit, no delayed step; DeepSpeed's measured overheads (its NVMe
-engine, Python hooks) are not in it. So it is faster than the real system.
+delayed step; the pinned buffers through which all of it passes neither limit it nor count against
+the host's budget; DeepSpeed's own overheads (its NVMe engine, Python hooks) are not in it. So it is
+faster than the real system.
 """
 
 from __future__ import annotations

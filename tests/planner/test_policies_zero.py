@@ -119,9 +119,9 @@ def test_offload_recomputes_where_activations_do_not_fit(
     check(layered, made)
     assert made.metadata.options["recompute_layers"] == 1
     assert made.metadata.transform_options["recompute_layers"] == 1
-    with pytest.raises(CapacityError, match=r"zero-offload: kernel .* parameters and saved"):
+    with pytest.raises(CapacityError, match=r"kernel .* under zero-offload parameters and saved"):
         plan_zero_offload(layered, make_hardware(430), activations="stay")
-    with pytest.raises(CapacityError, match="zero-offload: the optimizer state takes 120 bytes"):
+    with pytest.raises(CapacityError, match=r"optimizer state takes 120 bytes \(120 B\) of host"):
         plan_zero_offload(layered, make_hardware(900, host_bytes=100))
     with pytest.raises(InputError, match="activations: must be recompute or stay"):
         plan_zero_offload(layered, make_hardware(900), activations="burn")  # type: ignore[arg-type]
@@ -226,5 +226,5 @@ def test_infinity_that_does_not_fit_says_what_stays(
     layered: Trace, make_hardware: MakeHardware
 ) -> None:
     """One kernel's own storages are more than 120 bytes."""
-    with pytest.raises(CapacityError, match=r"zero-infinity: kernel .* all but parameters"):
+    with pytest.raises(CapacityError, match=r"kernel .* under zero-infinity all but parameters"):
         plan_zero_infinity(layered, make_hardware(120))
