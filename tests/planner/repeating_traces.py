@@ -11,12 +11,11 @@ from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
 SECONDS = (0.25, 0.5, 1.0)
 
 
-class _Iteration:
+class Iteration:
     """Collects kernels, and storages that live from their first use to their last."""
 
-    def __init__(self, chance: random.Random, noise: float) -> None:
-        self.noise = noise
-        self.chance = random.Random(chance.random())
+    def __init__(self, noise: float = 0.0, seed: int = 0) -> None:
+        self.noise, self.chance = noise, random.Random(seed)
         self.kernels: list[tuple[Any, ...]] = []
         self.uses: dict[str, dict[int, str]] = {}
 
@@ -61,7 +60,7 @@ def repeating_trace(seed: int, micro_batches: int, noise: float = 0.0) -> Trace:
     kinds = [f"{kind}{i}" for i in layers for kind in ("parameter", "gradient", "state", "saved")]
     sizes = {name: chance.randint(5, 90) for name in [*kinds, "table"]}
     times = {(kind, i): chance.choice(SECONDS) for i in layers for kind in ("f", "b", "o")}
-    iteration = _Iteration(chance, noise)
+    iteration = Iteration(noise, seed)
 
     def forward(m: int) -> None:
         for i in layers:

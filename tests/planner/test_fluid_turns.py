@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.planner.repeating_traces import repeating_trace
+from tests.planner.repeating_traces import Iteration, repeating_trace
 
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
@@ -79,6 +79,29 @@ def test_turns_made_one_prove_as_much(make_hardware: MakeHardware, block: int) -
             assert tiled == pytest.approx(found, rel=1e-6)
             compared += whole > trace.ideal_seconds
     assert compared > 0
+
+
+def test_a_copy_is_written_before_it_serves_all_turns(make_hardware: MakeHardware) -> None:
+    """W (10 B) is written by the first kernel, read in 9 turns, and gives way to Y (10 B) in 4.
+
+    At 1 B/s: four reads of 10 s each, one write of 10 s, 3 s of it during the turns before, and
+    19 s of kernels. Averaged, each turn writes a fifth of the other 7 B and finds the rest written:
+    1.4 s less. Were a copy to serve without being written, it would be 3.5 s less.
+    """
+    iteration = Iteration()
+    iteration.run("begin", "other", None, 1.0, w="rw")
+    for m in range(9):
+        iteration.run("use", "forward", m, 1.0, w="r")
+        iteration.run("big", "backward", m, 1.0, **({f"y_{m}": "w"} if 3 <= m < 7 else {}))
+    trace = iteration.trace({"w": 10, "y": 10}, {"w"})
+    instance, turns = cut(trace, make_hardware(10, ssd_rate=1.0, host_bytes=0))
+    assert instance is not None
+    assert turns.count == 8
+    for proof, seconds in (
+        (prove_by_all(instance), 66.0),
+        (prove_by_turns(instance, turns.inner(2)), 64.6),
+    ):
+        assert trace.ideal_seconds + proof.stall_seconds == pytest.approx(seconds, abs=1e-5)
 
 
 def test_any_values_of_the_small_program_prove_nothing_wrong(make_hardware: MakeHardware) -> None:
