@@ -114,9 +114,10 @@ class _Search:
     def run(self) -> None:
         """Solve the program, with less of the tiers if its slots cannot be packed."""
         instance = self.pose()
-        self.resolution = instance.tick_seconds
-        if not instance.is_whole:
-            self.resolution *= 1 + instance.num_steps + 3 * len(instance.periods)
+        if not self.is_coarse:
+            # Rounded down are, of a loop of waits, at most two times per step and per period.
+            rounded = 0 if instance.is_whole else 2 * (instance.num_steps + len(instance.periods))
+            self.resolution = (1 + rounded) * instance.tick_seconds
         for margin in _MARGINS:
             capacity = np.floor(margin * instance.capacity).astype(np.int64)
             try:
@@ -151,7 +152,7 @@ class _Search:
             outcome = solve(program, left)
             self.rounds += 1
             if proves:
-                self.note_proof(instance, outcome)
+                self.note_proof(instance, outcome, is_first=not program.num_cuts)
             if outcome.choice is None:
                 break
             self.objective = outcome.ticks * instance.tick_seconds
@@ -171,9 +172,14 @@ class _Search:
             return instance.longest
         return min(instance.longest, math.ceil(self.seconds / instance.tick_seconds) + 1)
 
-    def note_proof(self, instance: Instance, outcome: Outcome) -> None:
-        """What is excluded was simulated, and the rest is bounded by the program."""
+    def note_proof(self, instance: Instance, outcome: Outcome, *, is_first: bool) -> None:
+        """What is excluded was simulated, and the rest is bounded by the program.
+
+        Raises RuntimeError if the solver denies what exists (a defect, never the user's).
+        """
         if outcome.status == "infeasible":
+            if is_first and self.best is not None:
+                raise RuntimeError("planner milp: the solver denies that greedy's plan exists")
             self.proved = self.seconds
         else:
             self.proved = max(self.proved, outcome.bound * instance.tick_seconds)

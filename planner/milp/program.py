@@ -53,7 +53,8 @@ class Program:
     def __init__(self, instance: Instance, most_ticks: int) -> None:
         from ortools.sat.python import cp_model
 
-        self.instance, self.most = instance, most_ticks
+        self.instance = instance
+        self.num_cuts = 0
         self.model = cp_model.CpModel()
         self.total = self.model.new_int_var(min(instance.ideal, most_ticks), most_ticks, "T")
         steps, periods = range(instance.num_steps), range(len(instance.periods))
@@ -273,6 +274,7 @@ class Program:
         """Step k is short of memory with just these periods away: some other one must be, too."""
         others = [self.is_away(p, j) for p, j in self.candidates(k) if p not in away]
         self.model.add(sum(others) >= 1)
+        self.num_cuts += 1
 
     def forbid(self, choice: Choice) -> None:
         """Exclude one choice."""
@@ -292,6 +294,7 @@ class Program:
             is_before = choice.rank[p] < choice.rank[q]
             literals.append(before.Not() if is_before else before)
         self.model.add_bool_or(literals)
+        self.num_cuts += 1
 
 
 def _value(literals: dict[int, Any]) -> Any:
