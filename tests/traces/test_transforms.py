@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.traces.optimizer_traces import (
     LISTS,
@@ -111,6 +112,20 @@ def test_a_gradient_that_is_added_to_is_complete_right_after() -> None:
     expected = passes[:5] + steps_of_b + passes[5:] + step_of("a", LOOP[0], LOOP)
     assert described(result) == list(expected)
     assert lifetimes(result)["b.grad"] == (2, 8)
+
+
+def test_a_gradient_of_an_earlier_micro_batch_waits_for_the_loop() -> None:
+    """A hook cannot know that no other will come; b steps after a, and its gradient stays."""
+    trace = training_trace(PASSES + LOOP)
+    micro_batch = np.array([0, 0, 0, 1, 1] + [-1] * len(LOOP))
+    late = replace(
+        trace,
+        kernels=replace(trace.kernels, micro_batch=micro_batch),
+        metadata=replace(trace.metadata, micro_batches=2),
+    )
+    result = moved(late)
+    assert described(result) == described(trace)
+    assert lifetimes(result) == lifetimes(trace) | {"a.grad": (4, 8)}
 
 
 def test_gradients_that_the_loop_keeps_stay() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from teraio.contracts.table import IntArray
+from teraio.contracts.table import MISSING, IntArray
 from teraio.errors import InputError
 from teraio.traces.trace import Trace
 from teraio.traces.transforms.optimizer_units import OptimizerUnits
@@ -27,7 +27,9 @@ class Hook:
 
     The unit steps before the kernel ``boundary``, after the one that precedes it; units of one
     boundary step in the order of ``rank``. ``was_added``: the kernel before the boundary added to
-    the gradient or made it by a copy; else it was taken over, and merely viewed.
+    the gradient or made it by a copy; else it was taken over, and merely viewed. ``is_early``: not
+    if the gradient is complete before the last micro-batch; hooks cannot tell, so the unit steps
+    where the loop says.
     """
 
     boundary: int
@@ -35,6 +37,7 @@ class Hook:
     gradient: int
     was_added: bool
     gradients: tuple[int, ...]
+    is_early: bool
 
 
 def find_hooks(trace: Trace, units: OptimizerUnits) -> list[Hook]:
@@ -51,8 +54,17 @@ def find_hooks(trace: Trace, units: OptimizerUnits) -> list[Hook]:
             )
         latest = max(storages.tolist(), key=lambda s: last[s][:2])
         boundary, rank, was_added = last[latest]
-        hooks.append(Hook(boundary, rank, latest, was_added, tuple(storages.tolist())))
+        is_early = _is_in_last_micro_batch(trace, boundary - 1)
+        if not is_early:
+            boundary, rank = int(units.kernels[0]), len(trace.accesses) + unit
+        gradient, all_of_them = latest, tuple(storages.tolist())
+        hooks.append(Hook(boundary, rank, gradient, was_added, all_of_them, is_early))
     return hooks
+
+
+def _is_in_last_micro_batch(trace: Trace, kernel: int) -> bool:
+    micro_batch = trace.kernels.micro_batch[kernel]
+    return bool(micro_batch == MISSING or micro_batch == trace.metadata.micro_batches - 1)
 
 
 def _gradients(trace: Trace, units: OptimizerUnits) -> list[IntArray]:

@@ -123,8 +123,9 @@ def _birth_and_death(trace: Trace, order: KernelOrder) -> tuple[IntArray, IntArr
         if death[row] < birth[row]:
             death[row] = order.span[unit][1]
     for unit, hook in enumerate(order.hooks):
-        held = [s for s in hook.gradients if storages.birth[s] != MISSING]
-        death[held] = order.span[unit][1]
+        if hook.is_early:
+            dropped = [s for s in hook.gradients if storages.birth[s] != MISSING]
+            death[dropped] = order.span[unit][1]
     _hold_seeds(trace, order, death)
     return birth, death
 
@@ -217,7 +218,7 @@ def _pending_views(trace: Trace, order: KernelOrder) -> dict[int, int]:
     pending: dict[int, int] = {}
     for kernel in {hook.boundary for hook in order.hooks} | {first}:
         begin, end = np.searchsorted(accesses.kernel, [kernel, kernel + 1])
-        units = [u for u, hook in enumerate(order.hooks) if hook.boundary == kernel]
+        units = [u for u, h in enumerate(order.hooks) if h.boundary == kernel and h.is_early]
         units.sort(key=lambda u: order.hooks[u].rank)
         for row in range(begin, end):
             storage = accesses.storage[row]
