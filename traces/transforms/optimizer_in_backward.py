@@ -8,7 +8,8 @@ the GPU and gradients leave it while the backward pass goes on. That is the orde
 parameters, and drop gradients unless the recorded loop kept them (``set_to_none=False``).
 
 Where a pipeline's schedule divides all gradients by the number of micro-batches before the step,
-each is divided right before its own step.
+each is divided right before its own step. A gradient that is complete before the last micro-batch
+waits for the loop's own step, since no hook can tell that no other will come.
 
 Refused is what would change results: a kernel between the new place of a step and its old one that
 uses what the step writes, or writes what the step uses (clipping by a norm of all gradients, scaled
@@ -17,9 +18,9 @@ losses), and an optimizer that looks across parameters.
 The result equals, kernel by kernel, what is recorded of a loop with such hooks, in operators,
 signatures, births, deaths and accesses, with these exceptions. Phase and module of a moved kernel
 stay those of the optimizer. A shared kernel's time is divided among its parts by parameters, and
-its signature is kept where the parts' own cannot be told. Storages viewed but not used between two
-kernels, of which one moved, may be accessed at the other. Names of storages that have none in the
-model, which tell where the iteration first meets them, stay.
+its signature is kept where the parts' own cannot be told; for gradients that wait for the loop it
+runs once. Storages viewed but not used between two kernels, of which one moved, may be accessed at
+the other.
 """
 
 from __future__ import annotations
