@@ -13,16 +13,27 @@ from teraio.cli.options import (
     hardware_option,
     host_memory_option,
     plot_option,
+    ssd_years_option,
     trace_argument,
 )
 from teraio.cli.result import Result
-from teraio.cli.tables import duration, grid, percent, size
+from teraio.cli.tables import dollars, duration, grid, percent, size, years
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
-_HEADINGS = ("planner", "iteration", "of ideal", "stalled", "GPU peak", "host peak", "to SSD")
+_HEADINGS = (
+    "planner",
+    "iteration",
+    "of ideal",
+    "stalled",
+    "GPU peak",
+    "host peak",
+    "to SSD",
+    "SSD lasts",
+    "$ / M tokens",
+)
 
 
 @command(
@@ -41,6 +52,7 @@ _HEADINGS = ("planner", "iteration", "of ideal", "stalled", "GPU peak", "host pe
 )
 @gpu_memory_option
 @host_memory_option
+@ssd_years_option
 @plot_option
 def compare(
     reporter: Reporter,
@@ -49,6 +61,7 @@ def compare(
     planners: str,
     gpu_memory: int | None,
     host_memory: int | None,
+    ssd_years: float | None,
     plot: Path | None,
 ) -> Result:
     """Plan and simulate with several planners: one table, one picture."""
@@ -64,6 +77,7 @@ def compare(
             names,
             gpu_memory=gpu_memory,
             host_memory=host_memory,
+            ssd_years=ssd_years,
             progress=progress,
         )
     if plot is not None:
@@ -86,6 +100,8 @@ def _show(console: Console, title: str, table: pd.DataFrame) -> None:
             size(row["peak_gpu_bytes"]),
             size(row["peak_host_bytes"]),
             size(row["ssd_bytes_written"]),
+            years(row["ssd_years"]),
+            dollars(row["dollars_per_million_tokens"]),
         )
         for row in table.astype(object).where(table.notna(), float("nan")).to_dict("records")
     ]

@@ -75,6 +75,13 @@ host_memory_option = click.option(
     "--host-memory", type=Size(), help="Host memory for offloading, e.g. 64GB [default: all of it]."
 )
 
+ssd_years_option = click.option(
+    "--ssd-years",
+    type=float,
+    metavar="YEARS",
+    help="Write so little that each SSD lasts that long in training without a pause.",
+)
+
 timeline_option = click.option(
     "--timeline",
     type=OutputPath(TIMELINE_SUFFIXES),

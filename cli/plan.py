@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from teraio.cli.options import (
     hardware_option,
     host_memory_option,
     output_option,
+    ssd_years_option,
     trace_argument,
 )
 from teraio.cli.result import Result
-from teraio.cli.tables import duration, facts, percent, size
+from teraio.cli.tables import dollars, duration, facts, percent, size, years
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Share of the rates that the plan counts on; the prediction uses all of them.",
 )
+@ssd_years_option
 @click.option(
     "--transform",
     metavar="NAME",
@@ -56,7 +59,8 @@ def plan(
 ) -> Result:
     """Decide which storages leave the GPU when, and predict the iteration.
 
-    Exit code 1 if no plan can work: one kernel alone needs more memory than the GPU has.
+    Exit code 1 if no plan can work: one kernel alone needs more memory than the GPU has, or the
+    SSDs must be written more than they may be.
     """
     from teraio.planner import plan as make_plan
     from teraio.planner import plan_summary
@@ -67,11 +71,12 @@ def plan(
         made = make_plan(loaded, hardware, progress=progress, **options)
     if output is not None:
         made.save(output)
-    data = {**plan_summary(made), "moves": len(made.moves), "file": output}
-    return Result(data, lambda console: _show(console, made, output))
+    summary = plan_summary(made)
+    data = {**summary, "moves": len(made.moves), "file": output}
+    return Result(data, lambda console: _show(console, made, summary, output))
 
 
-def _show(console: Console, plan: Plan, output: Path | None) -> None:
+def _show(console: Console, plan: Plan, summary: Mapping[str, Any], output: Path | None) -> None:
     metadata = plan.metadata
     written = sum(metadata.ssd_bytes_written.values())
     moved = plan.moves.nbytes
@@ -95,6 +100,8 @@ def _show(console: Console, plan: Plan, output: Path | None) -> None:
         ("moves", f"{len(plan.moves):,}" if len(plan.moves) else _why_no_moves(plan)),
         ("moved per iteration", f"{size(offloaded)} out, {size(fetched)} in"),
         ("written to SSD per iteration", size(written)),
+        ("SSDs last", years(summary["ssd_years"])),
+        ("cost of a million tokens", dollars(summary["dollars_per_million_tokens"])),
         ("planning took", duration(metadata.planning_seconds)),
         *_bound_rows(plan),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,28 @@ def percent(fraction: float | None) -> str:
 def size(num_bytes: float | None) -> str:
     """``1.50 GB``, or a dash where unknown."""
     return "-" if num_bytes is None or num_bytes != num_bytes else format_bytes(num_bytes)
+
+
+def dollars(amount: float | None) -> str:
+    """``$0.0123``: three significant digits, or a dash where unknown."""
+    return "-" if amount is None or amount != amount else f"${_three_digits(amount)}"
+
+
+def years(count: float | None) -> str:
+    """``4.20 years``, ``for ever`` if infinite, or a dash where unknown."""
+    if count is None or count != count:
+        return "-"
+    if math.isinf(count):
+        return "for ever"
+    return (
+        f"{_three_digits(count)} years" if count >= 1 else f"{_three_digits(count * 365.25)} days"
+    )
+
+
+def _three_digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def duration(seconds: float | None) -> str:

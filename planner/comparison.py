@@ -10,6 +10,7 @@ from teraio.contracts.hardware import Hardware, as_hardware
 from teraio.contracts.plan import Plan
 from teraio.contracts.timeline import Timeline
 from teraio.errors import CapacityError, InfeasibleError
+from teraio.planner.cost import dollars_per_million_tokens, years_of_ssds
 from teraio.planner.planning import Progress, plan
 from teraio.simulator import simulate
 from teraio.traces.trace import Trace, as_trace
@@ -28,6 +29,7 @@ def compare(
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
     bandwidth_share: float = 1.0,
+    ssd_years: float | None = None,
     time_limit: float | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -50,6 +52,7 @@ def compare(
                 gpu_memory=gpu_memory,
                 host_memory=host_memory,
                 bandwidth_share=bandwidth_share,
+                ssd_years=ssd_years,
                 time_limit=time_limit,
                 progress=progress,
             )
@@ -63,7 +66,11 @@ def compare(
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """The keys that ``teraio plan --json`` promises; None where a value is unknown."""
+    """The keys that ``teraio plan --json`` promises; None where a value is unknown.
+
+    ``ssd_years`` is infinite where nothing is written. Prices are spread over
+    :data:`teraio.planner.cost.LIFE_YEARS`, without electricity.
+    """
     metadata = plan.metadata
     return {
         "planner": metadata.planner,
@@ -80,8 +87,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "bound_seconds": metadata.bound_seconds,
         "value_of_gb": dict(metadata.value_of_gb) or None,
         "value_of_gb_per_second": dict(metadata.value_of_gb_per_second) or None,
-        "dollars_per_million_tokens": None,
-        "ssd_years": None,
+        "dollars_per_million_tokens": dollars_per_million_tokens(plan),
+        "ssd_years": years_of_ssds(plan),
     }
 
 

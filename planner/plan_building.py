@@ -21,6 +21,7 @@ from teraio.contracts.plan import (
 from teraio.contracts.table import MISSING, IntArray, TextArray
 from teraio.errors import CapacityError, InputError
 from teraio.planner.clean_copies import Chains, chain_moves
+from teraio.planner.cost import tokens_of
 from teraio.planner.drafts import ANY_SSD
 from teraio.planner.residency import away_intervals, resident_bytes
 from teraio.planner.slot_packing import align_up, pack_slots
@@ -100,6 +101,7 @@ def _metadata(
         bucket_bytes=origin.bucket_bytes,
         gap_seconds=float(trace.kernels.gap_before_seconds.sum()),
         allocator_rounding_bytes=origin.allocator_rounding_bytes,
+        tokens=tokens_of(trace),
     )
 
 

@@ -13,6 +13,7 @@ from teraio.contracts.hardware import Hardware, as_hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.contracts.timeline import channel_name
 from teraio.errors import InputError
+from teraio.planner.cost import check_endurance
 from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.milp.exact import plan_milp
@@ -43,6 +44,7 @@ def plan(
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
     bandwidth_share: float = 1.0,
+    ssd_years: float | None = None,
     transform: str | None = None,
     time_limit: float | None = None,
     bound: bool | None = None,
@@ -53,6 +55,9 @@ def plan(
     ``trace`` and ``hardware`` are values, paths or a preset's name. ``gpu_memory`` and
     ``host_memory`` are final budgets (bytes or text such as ``94GB``) in place of the hardware's.
     ``bandwidth_share`` plans for that share of the rates; the prediction uses all of them.
+    ``ssd_years`` lets the plan write so little to each SSD that it lasts that long in training
+    without a pause (:meth:`Hardware.with_budgets`); ``optimal`` and ``greedy`` plan for it, of
+    other planners a plan that writes more is refused.
     ``transform`` changes the trace before planning (``teraio.traces.transforms``): the plan names
     it, is about the result, and refers to ``trace`` by hash and ideal.
     ``time_limit`` in seconds is for planners that search: they return the best plan found by then,
@@ -61,7 +66,8 @@ def plan(
     told not to, in what its search has left of the time limit.
 
     Raises InputError for wrong arguments, InfeasibleError if one kernel needs more than the GPU
-    has, CapacityError if the tiers are too small, RuntimeError if the planner made a plan that the
+    has, CapacityError if the tiers are too small or the SSDs must be written more than they may be
+    (naming the SSD, needed and allowed bytes), RuntimeError if the planner made a plan that the
     independent verifier refuses (a defect, never the user's).
     """
     make = PLANNERS.get(planner)
@@ -75,7 +81,7 @@ def plan(
     if bound and planner in _MAY_NOT_FIT:
         raise InputError(f"bound: holds for plans that fit, which {planner} need not; leave it out")
     trace = as_trace(trace)
-    budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory)
+    budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory, ssd_years)
     report = progress or _silent
     report(f"planning ({planner})")
     started = time.monotonic()
@@ -85,6 +91,7 @@ def plan(
         transformed = transform_trace(trace, transform)
         made = make(transformed, budgeted, bandwidth_share, time_limit)
         result = plan_of_original(made, trace, transform)
+    check_endurance(result)
     if bound:
         report("bounding")
         left = None

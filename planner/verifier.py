@@ -10,6 +10,8 @@ stand in :mod:`teraio.contracts.plan_checks`. The rules here need the trace:
     one), nor below the lower bound, nor below the time that any channel (one direction of a
     device), link direction or the host's memory needs for the bytes of one iteration. Judged only
     if the plan is valid and fits: the moves of one that does not fit may be dropped at run time.
+20. ``endurance``: the bytes that moves write to an SSD are within its write budget times
+    predicted_seconds. A plan that breaks it is valid, but does not fit.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def verify(
     plan: Plan | str | Path,
     hardware: Hardware | str | Path | None = None,
 ) -> Verification:
-    """Judge ``plan`` for ``trace`` by rules 1 to 19; the first violations, and how many there are.
+    """Judge ``plan`` for ``trace`` by rules 1 to 20; the first violations, and how many there are.
 
     ``trace`` is the one recorded, also for a plan that names a transform.
     ``hardware`` takes the place of the machine stored in the plan; budgets are then the smaller of
@@ -80,6 +82,8 @@ def verify(
     verdict = findings.verification()
     if verdict.valid and verdict.fits:
         _check_prediction(planned, plan, machine or plan.hardware, findings)
+    if verdict.valid:
+        _check_endurance(plan, machine, findings)
     return findings.verification()
 
 
@@ -150,6 +154,19 @@ def _check_prediction(trace: Trace, plan: Plan, machine: Hardware, findings: Fin
         if predicted < seconds * (1 - RELATIVE_TOLERANCE):
             message = f"predicted_seconds: {predicted:.9g} is below {seconds:.9g} of {what}"
             findings.add("metadata", None, "prediction", message)
+
+
+def _check_endurance(plan: Plan, machine: Hardware | None, findings: Findings) -> None:
+    """Rule 20; of two budgets the smaller holds."""
+    moves, seconds = plan.moves, plan.metadata.predicted_seconds
+    for ssd in (*plan.hardware.ssd, *(machine.ssd if machine is not None else ())):
+        if ssd.write_budget is None:
+            continue
+        written = int(moves.nbytes[moves.writes & (moves.device == ssd.name).astype(bool)].sum())
+        allowed = ssd.write_budget * seconds
+        if written > allowed * (1 + RELATIVE_TOLERANCE):
+            message = f"{ssd.name}: {written} bytes per iteration are above {allowed:.9g}"
+            findings.add("moves", None, "endurance", message)
 
 
 def least_transfer_seconds(plan: Plan, machine: Hardware) -> dict[str, float]:

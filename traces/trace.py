@@ -146,6 +146,8 @@ class TraceMetadata:
     ``precision``: fp32, tf32 or bf16, in which kernels that were not measured were priced.
 
     ``known_differences`` lists how a trace that was not measured departs from a real run.
+
+    ``tokens`` is what all ranks together train on in an iteration, None where nobody said so.
     """
 
     source: str
@@ -165,6 +167,7 @@ class TraceMetadata:
     attention_kernel: str = ""
     precision: str = ""
     known_differences: list[str] = field(default_factory=list)
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ def lower_bound(
     ``time_limit`` in seconds is for all of it: a coarse bound comes first, and one cut short is
     still a bound. ``slot_seconds`` is the longest slot of a large trace: shorter ones give a higher
     bound and take longer. ``ssd_write_budget`` bounds only plans that write at most so many bytes
-    per second of iteration to each SSD that it names.
+    per second of iteration to each SSD that it names, in place of the hardware's write budgets.
     Raises InfeasibleError that names the kernel if one needs more than the GPU has, InputError if
     the budget names no SSD of this hardware or is negative.
     """
@@ -88,6 +88,7 @@ def lower_bound(
     budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory)
     check_feasible(trace, budgeted.gpu_of_rank(trace.metadata.rank).memory_bytes)
     _check_write_budget(ssd_write_budget, budgeted)
+    ssd_write_budget = budgeted.write_budgets(trace.metadata.rank) | dict(ssd_write_budget or {})
     slots, turns = _cut(trace, budgeted, slot_seconds)
     make = partial(instance_of, trace, budgeted, ssd_write_budget=ssd_write_budget)
     search = _Search(

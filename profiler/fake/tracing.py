@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def trace(
             **options,
         )
         recorded = _record(setup, assume_scalars, bucket_bytes, progress)
+    recorded = replace(recorded, metadata=replace(recorded.metadata, tokens=setup.tokens))
     return price(recorded, gpu=gpu, precision=setup.dtype, timings=timings)
 
 

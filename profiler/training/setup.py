@@ -79,6 +79,11 @@ class TrainingSetup:
         return self.stages * self.data_parallel * self.tensor_parallel
 
     @property
+    def tokens(self) -> int:
+        """Tokens of an iteration, over all ranks: those of a pipeline or of a layer share them."""
+        return self.micro_batches * self.micro_batch_size * self.sequence * self.data_parallel
+
+    @property
     def rank(self) -> int:
         """This rank among them: tensor-parallel ranks are neighbours, stages are furthest apart."""
         within_stage = self.data_parallel_rank * self.tensor_parallel + self.tensor_parallel_rank

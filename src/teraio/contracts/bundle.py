@@ -26,6 +26,10 @@ FORMAT_VERSIONS = {"trace": 2, "plan": 1, "timeline": 1}
 
 _KEY = b"teraio"
 
+_ADDED_LATER = frozenset({"tokens"})
+"""Fields of metadata that came after the first files: left out of the hash while they are None, so
+that older files keep theirs."""
+
 _TELLTALE_FILE = {
     "trace": "storages.parquet",
     "plan": "moves.parquet",
@@ -175,4 +179,6 @@ def _is_instance(value: Any, hint: Any) -> bool:
 
 
 def _metadata_text(metadata: Any) -> str:
-    return json.dumps(asdict(metadata), sort_keys=True, allow_nan=False)
+    values = asdict(metadata)
+    known = {k: v for k, v in values.items() if v is not None or k not in _ADDED_LATER}
+    return json.dumps(known, sort_keys=True, allow_nan=False)

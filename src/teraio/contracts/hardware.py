@@ -25,6 +25,8 @@ HOST = "host"
 HOST_ALIGNMENT_BYTES = 512
 """Slots in host memory begin at multiples of this: whole blocks of an O_DIRECT transfer."""
 
+SECONDS_PER_YEAR = 365.25 * 24 * 3600
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -113,7 +115,8 @@ class Ssd(Rates):
 
     ``write_rate`` is the sustained one. ``gpus`` lists the indices of the GPUs that reach it
     (empty: all). ``gds`` false: transfers bounce through ``bounce_bytes`` of host memory.
-    ``endurance_bytes`` is what may be written over its life (TBW).
+    ``endurance_bytes`` is what may be written over its life (TBW). ``write_budget`` is the bytes
+    per second that each GPU may write on average over an iteration (None: no limit).
     """
 
     name: str
@@ -125,6 +128,7 @@ class Ssd(Rates):
     gpus: tuple[int, ...] = ()
     gds: bool = False
     endurance_bytes: int | None = None
+    write_budget: float | None = None
     price_dollars: float | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +138,9 @@ class Ssd(Rates):
             _set_bytes(self, where, name)
         if self.endurance_bytes is not None:
             _set_bytes(self, where, "endurance_bytes")
+        if self.write_budget is not None:
+            rate = parse_rate(self.write_budget, f"{where}.write_budget")
+            object.__setattr__(self, "write_budget", rate)
         if self.alignment_bytes < 1 or self.alignment_bytes & (self.alignment_bytes - 1):
             raise InputError(f"{where}.alignment_bytes: must be a power of two")
         _set_tuple(self, where, "paths", str)
@@ -159,7 +166,10 @@ class Slowdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One node: its GPUs and links, its host memory, its SSDs. Lists are in the file's order."""
+    """One node: its GPUs and links, its host memory, its SSDs. Lists are in the file's order.
+
+    ``server_price_dollars`` is the price of what is no other part: chassis, board, processors.
+    """
 
     name: str
     gpu: tuple[Gpu, ...]
@@ -207,6 +217,26 @@ class Hardware:
         index = rank % len(self.gpu)
         return tuple(ssd for ssd in self.ssd if not ssd.gpus or index in ssd.gpus)
 
+    @property
+    def price_dollars(self) -> float | None:
+        """Price of the whole node: the sum of its parts; None if that of any part is unknown."""
+        prices = [gpu.price_dollars for gpu in self.gpu] + [ssd.price_dollars for ssd in self.ssd]
+        prices += [self.host.price_dollars, self.server_price_dollars]
+        known = [price for price in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+    def num_gpus_of_ssd(self, ssd: Ssd) -> int:
+        """How many GPUs reach an SSD, and share what may be written to it."""
+        return len(set(ssd.gpus)) or len(self.gpu)
+
+    def write_budgets(self, rank: int) -> dict[str, float]:
+        """Bytes per second that a rank may write on average, by name of SSD; only those limited."""
+        return {
+            ssd.name: ssd.write_budget
+            for ssd in self.ssds_of_rank(rank)
+            if ssd.write_budget is not None
+        }
+
     def alignment_bytes(self, device: str) -> int:
         """Slots on ``device`` (``host`` or an SSD's name) begin and end at multiples of this."""
         if device == HOST:
@@ -214,16 +244,39 @@ class Hardware:
         return next(ssd.alignment_bytes for ssd in self.ssd if ssd.name == device)
 
     def with_budgets(
-        self, gpu_memory: int | str | None = None, host_memory: int | str | None = None
+        self,
+        gpu_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        ssd_years: float | None = None,
     ) -> Hardware:
-        """The same machine with the user's budgets in place of its capacities (None keeps them)."""
-        gpus, host = self.gpu, self.host
+        """The same machine with the user's budgets in place of its capacities (None keeps them).
+
+        ``ssd_years`` is how long every SSD is to last under training without a pause: it may be
+        written at endurance / years, in equal shares by the GPUs that reach it. Raises InputError
+        that names an SSD whose endurance is unknown.
+        """
+        gpus, host, ssds = self.gpu, self.host, self.ssd
         if gpu_memory is not None:
             budget_bytes = parse_bytes(gpu_memory, "gpu_memory")
             gpus = tuple(replace(gpu, memory_bytes=budget_bytes) for gpu in gpus)
         if host_memory is not None:
             host = replace(host, memory_bytes=parse_bytes(host_memory, "host_memory"))
-        return replace(self, gpu=gpus, host=host)
+        if ssd_years is not None:
+            _check_number("budgets", "ssd_years", ssd_years)
+            if ssd_years <= 0:
+                raise InputError(f"ssd_years: must be above 0 years, got {ssd_years:g}")
+            ssds = tuple(self._lasting(ssd, ssd_years) for ssd in ssds)
+        return replace(self, gpu=gpus, host=host, ssd=ssds)
+
+    def _lasting(self, ssd: Ssd, years: float) -> Ssd:
+        if ssd.endurance_bytes is None:
+            raise InputError(
+                f"ssd_years: the endurance of ssd {ssd.name} is unknown; give endurance_bytes (its "
+                "TBW) in the hardware file"
+            )
+        seconds = years * SECONDS_PER_YEAR
+        budget = ssd.endurance_bytes / seconds / self.num_gpus_of_ssd(ssd)
+        return replace(ssd, write_budget=budget)
 
     def content_hash(self) -> str:
         """SHA-256 of everything that this value holds."""

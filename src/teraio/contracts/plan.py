@@ -195,6 +195,8 @@ class PlanMetadata:
     ``transform`` names what was done to the trace before planning (None: nothing), with its
     ``transform_options``; the tables are about the result, while ``trace_hash`` and
     ``ideal_seconds`` are those of the trace as recorded.
+
+    ``tokens`` is what all ranks together train on in an iteration (None: unknown).
     """
 
     trace_hash: str
@@ -225,6 +227,7 @@ class PlanMetadata:
     bucket_bytes: int = 0
     gap_seconds: float = 0.0
     allocator_rounding_bytes: int = 1
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

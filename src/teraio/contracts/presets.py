@@ -12,19 +12,41 @@ GIB = 2**30
 TB = 10**12
 
 
+H100_DOLLARS = 30_000.0
+"""Upper end of the 25,000 to 30,000 reported for an H100 (TechSpot, August 2023)."""
+
+SSD_DOLLARS = 289.0
+"""A Samsung 990 PRO of 2 TB before its launch (Hardwaresfera, August 2022)."""
+
+HOST_DOLLARS_PER_TB = 4_000.0
+NODE_DOLLARS = 6_400.0
+"""Of a server with two processors and 1 TB of memory: 10,424 to a large buyer, nearly 40 % of it
+the memory (SemiAnalysis, AI Server Cost Analysis, May 2023)."""
+
+
 def _paper(num_gpus: int, name: str) -> Hardware:
-    # The evaluation node of the paper: H100 NVL, PCIe 5, four 990 PRO per GPU in RAID 0.
-    # Prices of its Table 3 are filled in by the cost model; rates are the paper's, also duplex.
+    # The evaluation node of the paper: H100 NVL, PCIe 5, four 990 PRO per GPU in RAID 0. Rates are
+    # the paper's, also duplex; prices are not (docs/cost.md): those above, the node's by GPU.
     return Hardware(
         name=name,
         gpu=tuple(
-            Gpu(name=f"H100 NVL {i}", memory_bytes=94 * GB, link=f"pcie{i}")
+            Gpu(
+                name=f"H100 NVL {i}",
+                memory_bytes=94 * GB,
+                link=f"pcie{i}",
+                price_dollars=H100_DOLLARS,
+            )
             for i in range(num_gpus)
         ),
         link=tuple(
             Link(name=f"pcie{i}", read_rate=50 * GB, write_rate=50 * GB) for i in range(num_gpus)
         ),
-        host=Host(memory_bytes=512 * GB * num_gpus, read_rate=50 * GB, write_rate=50 * GB),
+        host=Host(
+            memory_bytes=512 * GB * num_gpus,
+            read_rate=50 * GB,
+            write_rate=50 * GB,
+            price_dollars=HOST_DOLLARS_PER_TB / 2 * num_gpus,
+        ),
         ssd=tuple(
             Ssd(
                 name=f"ssd{i}",
@@ -35,9 +57,11 @@ def _paper(num_gpus: int, name: str) -> Hardware:
                 gpus=(i,),
                 gds=True,
                 endurance_bytes=4 * 1200 * TB,
+                price_dollars=4 * SSD_DOLLARS,
             )
             for i in range(num_gpus)
         ),
+        server_price_dollars=NODE_DOLLARS / 2 * num_gpus,
     )
 
 

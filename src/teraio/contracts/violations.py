@@ -15,7 +15,7 @@ MAX_VIOLATIONS = 100
 MAX_VIOLATIONS_PER_RULE = 25
 """So that one rule, broken everywhere, does not hide the others."""
 
-FIT_RULES = frozenset({"gpu_memory", "tier_memory"})
+FIT_RULES = frozenset({"gpu_memory", "tier_memory", "endurance"})
 """Rules about budgets: a plan that breaks only these is valid, but does not fit."""
 
 
