@@ -144,11 +144,10 @@ def _merge(
 
 def labels_of_versions(versions: Versions) -> IntArray:
     """Equal for versions that agree in every slot; 0, 1, ... in the order in which they appear."""
-    table: IntArray = np.column_stack(
-        (versions.release, versions.due, versions.is_tail.astype(np.int64))
-    )
-    own = versions.is_unwritten[:, np.newaxis].astype(np.int64)
-    return labels_of_runs(versions.first, versions.num_gaps, table, own)
+    code = versions.release * (int(versions.due.max(initial=0)) + 1) + versions.due
+    code = 2 * code + versions.is_tail
+    own = versions.is_unwritten.astype(np.int64)
+    return labels_of_runs(versions.first, versions.num_gaps, code, own)
 
 
 def needed_bytes(

@@ -6,7 +6,7 @@ import numpy as np
 
 from teraio.contracts.table import IntArray
 from teraio.planner.fluid.linear_program import LinearProgram
-from teraio.planner.fluid.sequences import labels_of_runs
+from teraio.planner.fluid.sequences import dense, labels_of_runs
 
 
 def merge_columns(program: LinearProgram) -> tuple[LinearProgram, IntArray]:
@@ -34,8 +34,9 @@ def merge_columns(program: LinearProgram) -> tuple[LinearProgram, IntArray]:
 def _alike(program: LinearProgram) -> IntArray:
     """A number per column, equal for those with equal cost, entries and kind of limit."""
     num_columns = len(program.cost)
-    order = np.lexsort((program.rows, program.columns))
-    table = np.column_stack((program.rows[order], program.values[order].view(np.int64)))
+    order = np.argsort(program.columns, kind="stable")  # Entries come by row.
+    value = dense(program.values.view(np.int64))
+    code = (program.rows * (int(value.max(initial=0)) + 1) + value)[order]
     count = np.bincount(program.columns, minlength=num_columns)
-    own = np.column_stack((program.cost.view(np.int64), np.isfinite(program.column_upper)))
-    return labels_of_runs(np.cumsum(count) - count, count, table, own)
+    own = 2 * dense(program.cost.view(np.int64)) + np.isfinite(program.column_upper)
+    return labels_of_runs(np.cumsum(count) - count, count, code, own)

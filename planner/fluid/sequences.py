@@ -14,25 +14,34 @@ def ranges(first: IntArray, count: IntArray) -> IntArray:
     return result
 
 
-def labels_of_runs(first: IntArray, count: IntArray, table: IntArray, own: IntArray) -> IntArray:
+def labels_of_runs(first: IntArray, count: IntArray, code: IntArray, own: IntArray) -> IntArray:
     """Equal for equal runs; 0, 1, ... in the order in which they appear.
 
-    Run i is the rows first[i], ..., first[i] + count[i] - 1 of ``table`` (rows, columns), and what
-    it has of its ``own`` (runs, columns).
+    Run i is code[first[i]], ..., code[first[i] + count[i] - 1] and own[i]; no number is negative,
+    and codes and ``own`` times the number of runs fit in 63 bits.
     """
     label = np.zeros(len(first), dtype=np.int64)
-    used = 0
+    span, used = int(code.max(initial=0)) + 1, 0
     for size in np.unique(count).tolist():
         who = np.flatnonzero(count == size)
-        rows = first[who, np.newaxis] + np.arange(size)
-        keys = np.concatenate((table[rows].reshape(len(who), -1), own[who]), axis=1)
-        found, inverse = np.unique(keys, axis=0, return_inverse=True)
-        label[who] = used + inverse.reshape(-1)
-        used += len(found)
+        found = own[who]
+        for place in range(size):
+            found = dense(found * span + code[first[who] + place])
+        found = dense(found)
+        label[who] = used + found
+        used += int(found.max()) + 1
     _, appears, label = np.unique(label, return_index=True, return_inverse=True)
     rank = np.empty(len(appears), dtype=np.int64)
     rank[np.argsort(appears)] = np.arange(len(appears))
     result: IntArray = rank[label.reshape(-1)]
+    return result
+
+
+def dense(values: IntArray) -> IntArray:
+    """The rank of each value among those that there are, so that products stay small."""
+    if not len(values):
+        return values
+    result: IntArray = np.unique(values, return_inverse=True)[1].reshape(-1)
     return result
 
 
