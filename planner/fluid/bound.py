@@ -33,7 +33,7 @@ _COARSE_SLOTS = 200
 """Under a time limit, a cut of about so many slots comes first: proved in a second or two."""
 
 _BUILDING_SECONDS_PER_KERNEL = 2e-6
-_FINER = 4
+_FINER = 2
 """No program is begun that could not even be written down in the time left: a coarse one takes so
 many seconds, and a fine one so many times what the coarse one took."""
 
