@@ -41,6 +41,7 @@ import numpy as np
 from teraio.contracts.hardware import HOST, Hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.contracts.table import IntArray
+from teraio.errors import CapacityError
 from teraio.planner.candidates import find_candidates
 from teraio.planner.channel_reservations import open_reservations, time_bins
 from teraio.planner.critical_pressure import open_pressure
@@ -58,6 +59,9 @@ from teraio.traces.trace import Trace
 NAME = "g10"
 _TARGET_SHARE = 0.99
 
+_HOST_MARGINS = (1.0, 0.95, 0.85, 0.7)
+"""Shares of the host budget to plan with, in turn, until packing leaves no hole too many."""
+
 
 def plan_g10(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.0) -> Plan:
     """The plan for ``trace``; ``hardware`` holds the budgets. It need not fit.
@@ -66,9 +70,33 @@ def plan_g10(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.0) 
     no room in the tiers, InfeasibleError if one kernel needs more than the GPU has.
     """
     started = time.perf_counter()
+    error: CapacityError | None = None
+    for margin in _HOST_MARGINS:
+        moves = _draft(trace, hardware, bandwidth_share, margin)
+        try:
+            made = build_plan(
+                trace,
+                moves,
+                hardware,
+                planner=NAME,
+                options={"bandwidth_share": bandwidth_share},
+            )
+        except CapacityError as caught:
+            error = error or caught
+            continue
+        seconds = time.perf_counter() - started
+        return replace(made, metadata=replace(made.metadata, planning_seconds=seconds))
+    assert error is not None, "every margin ends in a plan or in an error"
+    raise error
+
+
+def _draft(trace: Trace, hardware: Hardware, bandwidth_share: float, host_margin: float) -> Moves:
+    """Moves with a share of the host budget."""
     ssds = hardware.ssds_of_rank(trace.metadata.rank)[:1]
-    periods, rows, device, windows = _choose(trace, replace(hardware, ssd=ssds), bandwidth_share)
-    moves = draft_moves(
+    host_bytes = int(host_margin * hardware.host.memory_bytes)
+    machine = replace(hardware, ssd=ssds).with_budgets(host_memory=host_bytes)
+    periods, rows, device, windows = _choose(trace, machine, bandwidth_share)
+    return draft_moves(
         trace,
         periods,
         rows,
@@ -76,14 +104,6 @@ def plan_g10(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.0) 
         free_by=windows.free_by,
         prefetch_start=windows.prefetch_start,
         device=np.array([HOST, *(ssd.name for ssd in ssds)], dtype=object)[device],
-    )
-    return build_plan(
-        trace,
-        moves,
-        hardware,
-        planner=NAME,
-        options={"bandwidth_share": bandwidth_share},
-        planning_seconds=time.perf_counter() - started,
     )
 
 
