@@ -14,6 +14,7 @@ ranks are taken to be as fast, and to write as much, as the one that was planned
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,28 +83,39 @@ def years_of_ssds(plan: Plan) -> float | None:
     return years
 
 
-def check_endurance(plan: Plan) -> None:
-    """Refuse a plan that writes more to an SSD per iteration than its write budget allows.
+class ExcessWrites(NamedTuple):
+    """Bytes per iteration that a plan writes to an SSD, and the fewer that its budget allows."""
 
-    Raises CapacityError that names the SSD, needed and allowed bytes.
-    """
+    ssd: str
+    written_bytes: int
+    allowed_bytes: int
+
+    def error(self, planner: str) -> CapacityError:
+        """What to raise for a plan of ``planner``."""
+        return CapacityError(
+            f"{self.ssd}: {planner} needs to write {self.written_bytes} bytes "
+            f"({format_bytes(self.written_bytes)}) to it per iteration, but its write budget "
+            f"allows {self.allowed_bytes} ({format_bytes(self.allowed_bytes)}); ask for fewer "
+            "ssd_years, or give more host memory"
+        )
+
+
+def excess_writes(plan: Plan) -> ExcessWrites | None:
+    """The first SSD to which the plan writes more than its write budget allows, if there is one."""
     metadata = plan.metadata
     for name, bytes_per_second in plan.hardware.write_budgets(metadata.rank).items():
         allowed = int(bytes_per_second * plan.predicted_seconds)
         written = metadata.ssd_bytes_written.get(name, 0)
         if written > allowed:
-            raise too_many_writes(name, written, allowed, metadata.planner)
+            return ExcessWrites(name, written, allowed)
+    return None
 
 
-def too_many_writes(
-    ssd: str, written_bytes: int, allowed_bytes: int, planner: str
-) -> CapacityError:
-    """The error of a plan that wears an SSD out too fast; both numbers are per iteration."""
-    return CapacityError(
-        f"{ssd}: planner {planner} writes {written_bytes} bytes ({format_bytes(written_bytes)}) to "
-        f"it per iteration, but its write budget allows {allowed_bytes} "
-        f"({format_bytes(allowed_bytes)}); ask for fewer ssd_years, or give more memory"
-    )
+def check_endurance(plan: Plan) -> None:
+    """Raise CapacityError for a plan that writes more to an SSD than its write budget allows."""
+    excess = excess_writes(plan)
+    if excess is not None:
+        raise excess.error(plan.metadata.planner)
 
 
 def tokens_of(trace: Trace) -> int | None:

@@ -24,6 +24,9 @@ Steps, with the paper's section where it has one; *addition* marks what it leave
    allows; a period whose absence would fit into the slack stays. Judged with and without prefetches
    earlier than the channels need.
 
+9. Addition: where the SSDs have write budgets that the plan breaks, all of it once more; what
+   would write more than is left then goes elsewhere or stays, and a version has one device.
+
 The simulator judges every variant, and the fastest plan is returned.
 """
 
@@ -36,6 +39,7 @@ from typing import Any
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.errors import CapacityError
+from teraio.planner.cost import excess_writes
 from teraio.planner.greedy_search import GreedySearch, Selection
 from teraio.planner.plan_building import build_plan
 from teraio.traces.trace import Trace
@@ -51,7 +55,7 @@ def plan_greedy(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.
 
     ``hardware`` holds the budgets. ``bandwidth_share`` scales the rates that shape the plan, not
     those that predict it. Raises InfeasibleError that names the kernel if one needs more than the
-    GPU has, CapacityError if the tiers are too small.
+    GPU has, CapacityError if the tiers are too small or the SSDs may not be written so much.
     """
     started = time.perf_counter()
     search = GreedySearch.begin(trace, hardware, bandwidth_share)
@@ -59,9 +63,28 @@ def plan_greedy(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.
     if search.fits_already:
         best = build_plan(trace, Moves.empty(), hardware, planner="greedy", options=options)
     else:
-        best = _best_variant(trace, hardware, search, options)
+        best = _within_write_budgets(trace, hardware, search, options)
     seconds = time.perf_counter() - started
     return replace(best, metadata=replace(best.metadata, planning_seconds=seconds))
+
+
+def _within_write_budgets(
+    trace: Trace, hardware: Hardware, search: GreedySearch, options: dict[str, Any]
+) -> Plan:
+    """(9) Within them for the time that the plan takes, or failing that for the ideal one."""
+    first = _best_variant(trace, hardware, search, options)
+    excess = excess_writes(first)
+    if excess is None:
+        return first
+    for seconds in (first.predicted_seconds, trace.ideal_seconds):
+        limited = replace(search, write_seconds=seconds)
+        try:
+            plan = _best_variant(trace, hardware, limited, options)
+        except CapacityError:
+            continue
+        if excess_writes(plan) is None:
+            return plan
+    raise excess.error("greedy")
 
 
 def _best_variant(

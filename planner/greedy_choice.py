@@ -31,6 +31,9 @@ from teraio.planner.slack_tree import add_cyclic, first_below_cyclic, slack_tree
 NOT_CHOSEN = -1
 _HOST = 0
 
+NO_LIMIT = int(np.iinfo(np.int64).max)
+"""Bytes that may be written to a device whose wear nobody limits."""
+
 
 class Choice(NamedTuple):
     """What has been chosen, filled in place by compiled code.
@@ -40,16 +43,25 @@ class Choice(NamedTuple):
     window, ``cost_seconds`` and ``ratio`` are those of its last evaluation. ``versions`` holds a
     record per version: the ``device`` of its copy, the ``position`` of the period that writes
     it, and the hull [first_bin, end_bin) in which it is kept. ``room`` int64 (devices, 2, nodes)
-    are trees of the slot bytes left in each bin.
+    are trees of the slot bytes left in each bin. ``write_left`` int64 (devices,) is what may still
+    be written per iteration (NO_LIMIT); if any is limited, a version keeps to one device, so that
+    it is written once.
     """
 
     periods: npt.NDArray[np.void]
     versions: npt.NDArray[np.void]
     room: IntArray
+    write_left: IntArray
+    is_limited: bool
 
     def copy(self) -> Choice:
         """An independent copy."""
-        return Choice(self.periods.copy(), self.versions.copy(), self.room.copy())
+        return self._replace(
+            periods=self.periods.copy(),
+            versions=self.versions.copy(),
+            room=self.room.copy(),
+            write_left=self.write_left.copy(),
+        )
 
     def chosen_rows(self) -> IntArray:
         """Rows of the candidates chosen so far, in order."""
@@ -76,13 +88,23 @@ _VERSION = np.dtype(
 )
 
 
-def open_choice(candidates: Candidates, capacity_bytes: IntArray, num_bins: int) -> Choice:
-    """Nothing chosen yet; ``capacity_bytes`` int64 (devices,) is what the tiers can hold."""
+def open_choice(
+    candidates: Candidates,
+    capacity_bytes: IntArray,
+    num_bins: int,
+    write_bytes: IntArray | None = None,
+) -> Choice:
+    """Nothing chosen yet; ``capacity_bytes`` int64 (devices,) is what the tiers can hold, and
+    ``write_bytes`` int64 (devices,) what may be written to them per iteration (None: no limit).
+    """
     periods = np.zeros(len(candidates), dtype=_PERIOD)
     versions = np.zeros(candidates["version"].max(initial=-1) + 1, dtype=_VERSION)
     periods["device"] = versions["device"] = NOT_CHOSEN
     room = [slack_tree(np.full(num_bins, capacity, np.int64)) for capacity in capacity_bytes]
-    return Choice(periods, versions, np.stack(room))
+    if write_bytes is None:
+        write_bytes = np.full(len(capacity_bytes), NO_LIMIT)
+    is_limited = bool((write_bytes < NO_LIMIT).any())
+    return Choice(periods, versions, np.stack(room), write_bytes.copy(), is_limited)
 
 
 @numba.njit(cache=True)
@@ -116,13 +138,17 @@ def _slot_ranges(
 
 @numba.njit(cache=True)
 def has_room(candidates: Candidates, choice: Choice, row: int, device: int, num_bins: int) -> bool:
-    """Whether the device can hold the slot at all times needed, and the rule of one device holds.
+    """Whether the device can hold the slot at all times needed, may still be written as much, and
+    the rule of one device holds.
 
     A storage that is never written keeps its one permanent slot, so it never changes device.
     """
     period = candidates[row]
     of_version = choice.versions[period.version].device
-    if period.is_unwritten and of_version != NOT_CHOSEN and of_version != device:
+    if of_version == NOT_CHOSEN:
+        if not period.is_unwritten and period.num_bytes > choice.write_left[device]:
+            return False
+    elif of_version != device and (period.is_unwritten or choice.is_limited):
         return False
     room = choice.room[device]
     a, b, c, d = _slot_ranges(candidates, choice, row, device, num_bins)
@@ -151,6 +177,8 @@ def commit(candidates: Candidates, choice: Choice, row: int, device: int, num_bi
         version.position = period.position
         version.first_bin = a
         version.end_bin = b
+        if choice.is_limited and not period.is_unwritten:
+            choice.write_left[device] -= period.num_bytes
         return np.iinfo(np.int64).max
     if version.device != device:
         return int(period.position)

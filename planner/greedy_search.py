@@ -25,7 +25,7 @@ from teraio.planner.clean_copies import chain_moves
 from teraio.planner.critical_pressure import open_pressure
 from teraio.planner.drafts import draft_moves
 from teraio.planner.fallback import FITS, relieve_remaining
-from teraio.planner.greedy_choice import Choice, choose_by_benefit, open_choice
+from teraio.planner.greedy_choice import NO_LIMIT, Choice, choose_by_benefit, open_choice
 from teraio.planner.residency import cyclic_sum, resident_bytes
 from teraio.planner.retiming import (
     Windows,
@@ -71,7 +71,11 @@ class Selection:
 
 @dataclass(frozen=True)
 class GreedySearch:
-    """What all variants share; sizes in bytes, ``resident`` int64 (K,) without any move."""
+    """What all variants share; sizes in bytes, ``resident`` int64 (K,) without any move.
+
+    ``write_seconds`` is the length of an iteration in which the write budgets of the SSDs are kept
+    to (None: they are not).
+    """
 
     trace: Trace
     hardware: Hardware
@@ -82,6 +86,7 @@ class GreedySearch:
     bins: TimeBins
     resident: IntArray
     capacity_bytes: int
+    write_seconds: float | None = None
 
     @classmethod
     def begin(cls, trace: Trace, hardware: Hardware, rate_factor: float) -> GreedySearch:
@@ -178,7 +183,13 @@ class GreedySearch:
     def _open_choice(self, host_margin: float) -> Choice:
         room = self._room_bytes()
         room[HOST] = int(host_margin * room[HOST])
-        return open_choice(self.candidates, np.array([*room.values()]), len(self.bins.seconds))
+        writes = None
+        if self.write_seconds is not None:
+            budgets = self.hardware.write_budgets(self.trace.metadata.rank)
+            allowed = {name: int(rate * self.write_seconds) for name, rate in budgets.items()}
+            writes = np.array([allowed.get(name, NO_LIMIT) for name in room])
+        capacity_bytes = np.array([*room.values()])
+        return open_choice(self.candidates, capacity_bytes, len(self.bins.seconds), writes)
 
     def _room_bytes(self) -> dict[str, int]:
         """What each device can hold, the host first; an SSD whose bounce buffer the host budget
