@@ -81,6 +81,42 @@ def test_turns_made_one_prove_as_much(make_hardware: MakeHardware, block: int) -
     assert compared > 0
 
 
+def test_turns_made_one_where_tiers_are_full(make_hardware: MakeHardware) -> None:
+    """Copies are kept in what room there is: nearly as much is proved, and more never."""
+    compared = 0
+    for seed in range(12):
+        trace = repeating_trace(seed, micro_batches=8)
+        small_and_fast = {"capacity_bytes": 60, "ssd_rate": 200.0, "host_rate": 20.0}
+        instance, turns = cut(trace, tight(trace, make_hardware, seed, **small_and_fast))
+        if instance is None or not instance.fluid.capacity_rows:
+            continue
+        proof = prove_by_all(instance)
+        if proof.solution.status != "optimal":
+            continue
+        whole = trace.ideal_seconds + proof.stall_seconds
+        for apart, share in ((1, 0.01), (2, 0.001)):
+            small = prove_by_turns(instance, turns.inner(apart))
+            tiled = trace.ideal_seconds + small.stall_seconds
+            assert whole * (1 - share) <= tiled <= whole * (1 + 1e-7), (seed, apart)
+        assert proof.solution.duals is not None
+        prices = -proof.solution.duals[np.concatenate([*instance.fluid.capacity_rows.values()])]
+        compared += prices.max() > 1e-6
+    assert compared > 0
+
+
+def test_as_many_turns_stay_apart_as_keep_the_program_small(
+    make_hardware: MakeHardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = repeating_trace(1, micro_batches=12)
+    hardware = tight(trace, make_hardware, 1, ssd_rate=50.0)
+    sizes = []
+    for small_rows in (0, 400, 10_000):
+        monkeypatch.setattr(proof_module, "SMALL_ROWS", small_rows)
+        sizes.append(lower_bound(trace, hardware).num_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[1] < 400
+
+
 def test_a_copy_is_written_before_it_serves_all_turns(make_hardware: MakeHardware) -> None:
     """W (10 B) is written by the first kernel, read in 9 turns, and gives way to Y (10 B) in 4.
 
