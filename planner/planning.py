@@ -11,7 +11,6 @@ from typing import Any
 
 from teraio.contracts.hardware import Hardware, as_hardware
 from teraio.contracts.plan import Moves, Plan
-from teraio.contracts.timeline import channel_name
 from teraio.errors import InputError
 from teraio.planner.cost import check_endurance
 from teraio.planner.fluid.bound import lower_bound
@@ -19,9 +18,9 @@ from teraio.planner.greedy import plan_greedy
 from teraio.planner.milp.exact import plan_milp
 from teraio.planner.optimal.optimal import plan_optimal
 from teraio.planner.plan_building import build_plan, plan_of_original
+from teraio.planner.policies.paging import with_paged_account
 from teraio.planner.policies.registry import PAGED_POLICIES, POLICIES, Policy
 from teraio.planner.verifier import verify
-from teraio.simulator import simulate
 from teraio.traces.trace import Trace, as_trace
 from teraio.traces.transforms import trace_of_plan, transform_trace
 
@@ -147,19 +146,7 @@ def _ideal(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | 
 def _on_demand(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | None) -> Plan:
     """No moves under the real budget: what does not fit is evicted and fetched as it is needed."""
     made = _without_moves(trace, hardware, planner="on-demand")
-    # A table of no moves knows nothing of the traffic; the simulation does.
-    paged = simulate(trace, made, hardware, record=False).metadata
-    written = {
-        ssd: paged.channel_bytes.get(channel_name(ssd, is_write=True), 0)
-        for ssd in hardware.ssd_names
-    }
-    metadata = replace(
-        made.metadata,
-        peak_gpu_bytes=paged.peak_gpu_bytes,
-        peak_host_bytes=paged.peak_host_bytes,
-        ssd_bytes_written={ssd: num_bytes for ssd, num_bytes in written.items() if num_bytes},
-    )
-    return replace(made, metadata=metadata)
+    return with_paged_account(made, trace, hardware)
 
 
 def _without_moves(trace: Trace, hardware: Hardware, **keywords: Any) -> Plan:

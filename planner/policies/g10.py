@@ -50,6 +50,7 @@ from teraio.planner.greedy_choice import open_choice
 from teraio.planner.greedy_search import MAX_BINS
 from teraio.planner.plan_building import build_plan
 from teraio.planner.policies.g10_choice import choose_like_g10
+from teraio.planner.policies.paging import with_paged_account
 from teraio.planner.residency import cyclic_sum, resident_bytes
 from teraio.planner.retiming import Windows, grow_offloads, grow_prefetches, kernel_of_bin
 from teraio.planner.slack_tree import slack_tree
@@ -84,6 +85,8 @@ def plan_g10(trace: Trace, hardware: Hardware, *, bandwidth_share: float = 1.0) 
         except CapacityError as caught:
             error = error or caught
             continue
+        if made.metadata.peak_gpu_bytes > made.metadata.gpu_memory_bytes:
+            made = with_paged_account(made, trace, hardware)
         seconds = time.perf_counter() - started
         return replace(made, metadata=replace(made.metadata, planning_seconds=seconds))
     assert error is not None, "every margin ends in a plan or in an error"
