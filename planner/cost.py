@@ -93,7 +93,7 @@ class ExcessWrites(NamedTuple):
     def error(self, planner: str) -> CapacityError:
         """What to raise for a plan of ``planner``."""
         return CapacityError(
-            f"{self.ssd}: {planner} needs to write {self.written_bytes} bytes "
+            f"{self.ssd}: the plan of {planner} would write {self.written_bytes} bytes "
             f"({format_bytes(self.written_bytes)}) to it per iteration, but its write budget "
             f"allows {self.allowed_bytes} ({format_bytes(self.allowed_bytes)}); ask for fewer "
             "ssd_years, or give more host memory"

@@ -16,12 +16,15 @@ import numpy as np
 from teraio.contracts.table import FloatArray, IntArray
 from teraio.planner.optimal.judging import judge
 from teraio.planner.optimal.periods import STAYS, Problem
-from teraio.planner.optimal.repairing import repair
 from teraio.planner.optimal.timing import Timed, time_moves
+from teraio.planner.optimal.wear import keeps_to_budgets, repair_within_budgets
 from teraio.traces.lifetimes import kernel_starts_seconds
 
 _MAX_ROUNDS = 4
 _LEAST_GAIN = 1e-5
+
+_SHORTER = 0.99
+"""The next iteration whose write budgets are tried is shorter at least by this."""
 
 
 class Found(NamedTuple):
@@ -63,11 +66,26 @@ class Search:
     def try_choice(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
         """Repair, time and judge a choice on a timeline; again on the simulated one while it helps.
 
-        Returns the best of these; None if the choice cannot be made to fit.
+        Returns the best of these; None if the choice cannot be made to fit, also into the write
+        budgets of the iteration that it gives.
         """
-        repaired = repair(self.problem, device)
-        if repaired is None:
-            return None
+        ideal_seconds = self.problem.trace.ideal_seconds
+        seconds = max(ideal_seconds, float(starts[-1]))
+        while True:
+            repaired = repair_within_budgets(self.problem, device, seconds)
+            best = None if repaired is None else self._fastest(repaired, starts, origin)
+            if best is None:
+                return None
+            if keeps_to_budgets(self.problem, best.device, best.seconds):
+                self.found.append(best)
+                return best
+            if seconds <= ideal_seconds:
+                return None
+            # A shorter iteration may write less: at last what even the ideal one may.
+            seconds = best.seconds if best.seconds < _SHORTER * seconds else ideal_seconds
+
+    def _fastest(self, repaired: IntArray, starts: FloatArray, origin: str) -> Found | None:
+        """Time and judge, on the timeline and on those that come of it."""
         best: Found | None = None
         for _ in range(_MAX_ROUNDS):
             found = self._judged(repaired, starts, origin)
@@ -79,8 +97,6 @@ class Search:
             if not is_better or self.is_over():
                 break
             starts = found.starts
-        if best is not None:
-            self.found.append(best)
         return best
 
     def _judged(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
