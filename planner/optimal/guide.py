@@ -22,6 +22,7 @@ from teraio.planner.fluid.slots import Slots
 from teraio.planner.fluid.solve import solve
 from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.repetition import Repeated, find_repeated
+from teraio.planner.optimal.wear import limit_guide
 from teraio.traces.folding import Folding
 
 _LEAST_BYTES = 1_000_000
@@ -74,6 +75,7 @@ def solve_guide(
     repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
     if repeated is not None:
         fluid = _repeating(fluid, repeated)
+    fluid = limit_guide(fluid, problem, slots, repeated)
     solution = solve(fluid.program, time_limit)
     if solution.values is None:
         return None

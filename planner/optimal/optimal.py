@@ -106,7 +106,9 @@ def _search(
     try:
         return _named_optimal(plan_greedy(trace, hardware, bandwidth_share=share), options)
     except CapacityError as caught:
-        raise error or caught from None
+        has_write_budgets = bool(hardware.write_budgets(trace.metadata.rank))
+        # Only the greedy's error says what a write budget would have to be.
+        raise (caught if has_write_budgets else error or caught) from None
 
 
 def _run_steps(search: Search, report: Progress) -> None:
@@ -161,7 +163,10 @@ def _best_plan(trace: Trace, hardware: Hardware, search: Search, options: dict[s
         raise error
     if trace.num_kernels > GREEDY_KERNELS or _is_ideal(search) or search.is_over():
         return best
-    greedy = plan_greedy(trace, hardware, bandwidth_share=search.share)
+    try:
+        greedy = plan_greedy(trace, hardware, bandwidth_share=search.share)
+    except CapacityError:
+        return best
     if greedy.predicted_seconds < best.predicted_seconds:
         return _named_optimal(greedy, options)
     return best
