@@ -15,7 +15,7 @@ import numpy as np
 from teraio.contracts.hardware import HOST, Hardware, Ssd
 from teraio.contracts.plan import Plan
 from teraio.contracts.table import BoolArray, IntArray
-from teraio.errors import CapacityError
+from teraio.errors import CapacityError, InfeasibleError
 from teraio.planner.plan_building import plan_of_original
 from teraio.planner.retiming import Windows
 from teraio.traces.lifetimes import InactivePeriods, inactive_periods
@@ -125,13 +125,18 @@ def begin_host_step(
 ) -> HostStepTrace:
     """Transform the trace; storages of ``streamed`` kinds lie on ``ssd`` between two steps.
 
-    GPUs of one node share its memory, so each has its share of the host's rate. Raises InputError
-    if the trace has no optimizer kernels.
+    GPUs of one node share its memory, so each has its share of the host's rate. Raises
+    InfeasibleError if the trace has no optimizer kernels.
     """
-    options = _transform_options(hardware, recompute_layers, streamed, ssd)
-    changed = cpu_optimizer(trace, options)
     with_activations = with_recomputation(trace, recompute_layers)
     step = find_host_step(with_activations)
+    if not step.is_host.any():
+        raise InfeasibleError(
+            "the trace has no kernels of phase optimizer, so there is no step that the host could "
+            "take; ZeRO-Offload and ZeRO-Infinity do not apply to it"
+        )
+    options = _transform_options(hardware, recompute_layers, streamed, ssd)
+    changed = cpu_optimizer(trace, options)
     before, after = with_activations.storages, changed.storages
     # Every parameter and gradient is kept, in the same order.
     number = np.full(len(before), -1, dtype=np.int64)

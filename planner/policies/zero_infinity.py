@@ -92,8 +92,8 @@ def plan_zero_infinity(
     """The plan for ``trace``; ``hardware`` holds the budgets.
 
     ``bandwidth_share`` changes nothing: what moves when does not depend on rates. Raises
-    CapacityError if what stays does not fit the GPU, or what leaves the tiers; InputError for wrong
-    arguments and for a trace without optimizer kernels.
+    CapacityError if what stays does not fit the GPU, or what leaves the tiers; InfeasibleError for
+    a trace without optimizer kernels; InputError for wrong arguments.
     """
     if look_ahead_layers < 1:
         raise InputError(f"look_ahead_layers: must be at least 1, got {look_ahead_layers}")

@@ -56,8 +56,8 @@ def plan_zero_offload(
 
     ``bandwidth_share`` changes nothing: what moves when does not depend on rates. ``activations``
     says whether they may be recomputed where they do not fit, or stay. Raises CapacityError if what
-    stays does not fit the GPU, or gradients, parameters and optimizer state the host; InputError
-    for wrong arguments and for a trace without optimizer kernels.
+    stays does not fit the GPU, or gradients, parameters and optimizer state the host;
+    InfeasibleError for a trace without optimizer kernels; InputError for wrong arguments.
     """
     if activations not in ("recompute", "stay"):
         raise InputError(f"activations: must be recompute or stay, got {activations!r}")
