@@ -9,6 +9,7 @@ their number, and what enters it must be what leaves it, so that it can be repea
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,12 +26,15 @@ from teraio.planner.optimal.repetition import Repeated, find_repeated
 from teraio.planner.optimal.wear import limit_guide
 from teraio.traces.folding import Folding
 
-_LEAST_BYTES = 1_000_000
-"""Smaller storages stay: all of them together are a sliver of memory."""
+_LEAST_SHARE = 1e-5
+"""Of the GPU's memory: smaller storages stay, since all together they are a sliver of it."""
 
 _TRAFFIC_PRICE = 1e-6
 _HOST_PRICE = 1.1e-6
 """Cost per byte unit moved, on the scale of seconds: just enough to choose among equals."""
+
+_LACK_PRICE = 100.0
+"""Cost of a byte that should be away in a slot and is not, in reads of it by the fastest device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,29 +61,44 @@ def solve_guide(
 ) -> Guide | None:
     """Solve the guide; None if no solution was found.
 
-    ``spare_bytes`` of the GPU are not to be used.
+    ``spare_bytes`` of the GPU are not to be used. Where slots are too coarse, or tiers too small,
+    for all bytes to be away that should be, some are not: repair sees to them.
     """
+    gaps = gap_classes(problem.trace, slots, with_tails=True, only=_worth_moving(problem))
+    repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    for writer_class in (_GuideWriter, _LackingWriter):
+        fluid = _formulate(problem, slots, gaps, spare_bytes, writer_class)
+        if repeated is not None:
+            fluid = _repeating(fluid, repeated)
+        fluid = limit_guide(fluid, problem, slots, repeated)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        solution = solve(fluid.program, left)
+        if solution.values is not None:
+            return _read(problem, slots, gaps, fluid, solution.values, repeated)
+        if solution.status != "infeasible":
+            break
+    return None
+
+
+def _formulate(
+    problem: Problem,
+    slots: Slots,
+    gaps: GapClasses,
+    spare_bytes: int,
+    writer_class: type[ProgramWriter],
+) -> FluidProgram:
     trace = problem.trace
-    needed = problem.resident_bytes - problem.capacity_bytes + spare_bytes
-    gaps = gap_classes(trace, slots, with_tails=True, only=_worth_moving(problem))
     fluid = formulate(
         problem.hardware,
         trace.metadata.rank,
         slots,
         gaps,
-        needed,
+        problem.resident_bytes - problem.capacity_bytes + spare_bytes,
         trace.peak_live_bytes,
-        writer_class=_GuideWriter,
+        writer_class=writer_class,
     )
-    fluid = _priced(fluid)
-    repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
-    if repeated is not None:
-        fluid = _repeating(fluid, repeated)
-    fluid = limit_guide(fluid, problem, slots, repeated)
-    solution = solve(fluid.program, time_limit)
-    if solution.values is None:
-        return None
-    return _read(problem, slots, gaps, fluid, solution.values, repeated)
+    return _priced(fluid)
 
 
 def _worth_moving(problem: Problem) -> BoolArray:
@@ -87,13 +106,16 @@ def _worth_moving(problem: Problem) -> BoolArray:
     rates = problem.machine.solo_rate
     seconds = problem.num_bytes * (1 / rates[0::2].max() + 1 / rates[1::2].max())
     result = np.zeros(len(problem.all_periods), dtype=bool)
-    worth = (problem.num_bytes >= _LEAST_BYTES) & (problem.seconds >= 0.25 * seconds)
+    least_bytes = _LEAST_SHARE * problem.capacity_bytes
+    worth = (problem.num_bytes >= least_bytes) & (problem.seconds >= 0.25 * seconds)
     result[problem.period] = worth
     return result
 
 
 class _GuideWriter(ProgramWriter):
     """Constraint (7) for whole tensors."""
+
+    keeps_slots = True
 
     def require_memory(self, columns: list[TierColumns], needed_bytes: IntArray) -> IntArray:
         """Out from the start to the end of each slot: the most that any of its kernels needs."""
@@ -107,7 +129,21 @@ class _GuideWriter(ProgramWriter):
         for c in columns:
             self.builder.add(at_start, c.out[pressed], 1.0)
             self._add_out_at_end(at_end, pressed, c)
+        self.allow_lack(at_start, at_end)
         return np.concatenate((at_start, at_end))
+
+    def allow_lack(self, at_start: IntArray, at_end: IntArray) -> None:
+        """No byte that should be away may stay."""
+
+
+class _LackingWriter(_GuideWriter):
+    """Constraint (7) at a price, for where it cannot hold."""
+
+    def allow_lack(self, at_start: IntArray, at_end: IntArray) -> None:
+        """What stays in a slot is as much at its start as at its end."""
+        lacks = self.builder.variables(len(at_start), np.inf, _LACK_PRICE)
+        for rows in (at_start, at_end):
+            self.builder.add(rows, lacks, 1.0)
 
 
 def _priced(fluid: FluidProgram) -> FluidProgram:

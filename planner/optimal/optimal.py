@@ -42,6 +42,9 @@ GREEDY_KERNELS = 4_000
 _SETTINGS = 3
 """How many settings of the guide are tried without a time limit, where its program is small."""
 
+_TINY_KERNELS = 400
+"""Traces with at most this many kernels get all settings, and a slot per kernel."""
+
 _SPARE_SHARE = 0.01
 """Of the GPU's memory, left out of some guides: about one tensor in flight."""
 
@@ -118,9 +121,10 @@ def _run_steps(search: Search, report: Progress) -> None:
         return
     report("guiding")
     guiding = Guiding.of(search.problem, search.share)
-    for number, (slot_seconds, spare_bytes) in enumerate(_settings(guiding)):
-        if search.deadline is None and number >= (_SETTINGS if guiding.is_small else 1):
-            return
+    settings = _settings(guiding)
+    if search.deadline is None:
+        settings = settings[: _num_settings(guiding)]
+    for slot_seconds, spare_bytes in settings:
         advice = guiding.advise(
             slot_seconds=slot_seconds, spare_bytes=spare_bytes, deadline=search.deadline
         )
@@ -140,7 +144,16 @@ def _settings(guiding: Guiding) -> list[tuple[float, int]]:
     iteration = guiding.folded.trace.ideal_seconds
     settings = [(iteration, 0), (iteration, spare_bytes), (iteration / 500, 0)]
     settings += [(iteration / 500, spare_bytes), (iteration, 2 * spare_bytes)]
+    if guiding.problem.num_kernels <= _TINY_KERNELS:
+        settings += [(0.0, 0), (0.0, spare_bytes)]
     return settings
+
+
+def _num_settings(guiding: Guiding) -> int | None:
+    """How many of the settings are tried without a time limit; None for all."""
+    if guiding.problem.num_kernels <= _TINY_KERNELS:
+        return None
+    return _SETTINGS if guiding.is_small else 1
 
 
 def _is_ideal(search: Search) -> bool:
