@@ -35,12 +35,19 @@ from teraio.planner.plan_building import build_plan
 from teraio.simulator import simulate
 from teraio.traces.lifetimes import inactive_periods
 from teraio.traces.trace import Trace
+from teraio.units import PICOSECONDS_PER_SECOND
 
 DEFAULT_TIME_LIMIT = 60.0
 """Seconds, where the caller sets none: the search ends, with what is proved by then."""
 
 MOST_ITERATIONS = 64
 """Simulated iterations in which a steady cycle is looked for; small plans are quick to simulate."""
+
+_STAGES = (100, 3000, 100_000)
+"""Ticks of the best iteration known, in turn: the solver is the slower the finer they are."""
+
+_STAGE_SHARE = 0.4
+"""Share of the time left for a stage that is not the last."""
 
 _MARGINS = (1.0, 0.9, 0.75)
 """Shares of the tiers' capacity to plan with, in turn, until the slots can be packed."""
@@ -93,6 +100,7 @@ class _Search:
     objective: float | None = None
     is_coarse: bool = False
     rounds: int = 0
+    hint: Choice | None = None
 
     def start_from_greedy(self) -> None:
         """Something to return, and a limit for the program."""
@@ -112,43 +120,59 @@ class _Search:
             self.best, self.seconds = plan, timeline.iteration_seconds
 
     def run(self) -> None:
-        """Solve the program, with less of the tiers if its slots cannot be packed."""
-        instance = self.pose()
-        if not self.is_coarse:
-            # Rounded down are, of a loop of waits, at most two times per step and per period.
-            rounded = 0 if instance.is_whole else 2 * (instance.num_steps + len(instance.periods))
-            self.resolution = (1 + rounded) * instance.tick_seconds
-        for margin in _MARGINS:
-            capacity = np.floor(margin * instance.capacity).astype(np.int64)
-            try:
-                self.solve(replace(instance, capacity=capacity), proves=margin == 1.0)
-            except CapacityError as error:
-                self.error = error
-                continue
-            break
+        """Solve the program in rough ticks, which are quick, and then in ever finer ones."""
+        # Where whole ticks are few enough, there is nothing to gain from rough ones.
+        stages = _STAGES[1:] if self.pose(_STAGES[1]).is_whole else _STAGES
+        for ticks in stages:
+            instance = self.pose(ticks)
+            is_last = instance.is_whole or self.is_coarse or ticks == _STAGES[-1]
+            if is_last and not self.is_coarse:
+                # Of a loop of waits at most two times per step and per period are rounded.
+                rounded = 2 * (instance.num_steps + len(instance.periods))
+                self.resolution = instance.tick_seconds * (1 + rounded * (not instance.is_whole))
+            left = self.deadline - time.perf_counter()
+            until = self.deadline if is_last else self.deadline - left * (1 - _STAGE_SHARE)
+            self.solve_with_room(instance, until, is_last)
+            if is_last or self.is_proved:
+                break
 
-    def pose(self) -> Instance:
+    def pose(self, ticks: int) -> Instance:
         """The trace kernel by kernel if it is small enough, else coarsened."""
-        trace, hardware = self.trace, self.hardware
+        trace, hardware, share = self.trace, self.hardware, self.bandwidth_share
+        most_ps = math.inf if self.best is None else self.seconds * PICOSECONDS_PER_SECOND
         if trace.num_kernels <= MOST_STEPS:
             kernels = np.arange(trace.num_kernels + 1)
             periods = find_periods(trace, kernels)
-            instance = make_instance(trace, hardware, self.bandwidth_share, kernels, periods)
+            instance = make_instance(trace, hardware, share, kernels, periods, ticks, most_ps)
             if len(instance.periods) <= MOST_PERIODS:
                 return instance
         self.is_coarse = True
         gpu_bytes = hardware.gpu_of_rank(trace.metadata.rank).memory_bytes
         steps, periods = coarsen(trace, gpu_bytes)
-        return make_instance(trace, hardware, self.bandwidth_share, steps, periods)
+        return make_instance(trace, hardware, share, steps, periods, ticks, most_ps)
 
-    def solve(self, instance: Instance, *, proves: bool) -> None:
+    def solve_with_room(self, instance: Instance, until: float, is_last: bool) -> None:
+        """Solve with less of the tiers if the slots of the choice cannot be packed."""
+        for margin in _MARGINS:
+            capacity = np.floor(margin * instance.capacity).astype(np.int64)
+            narrowed = replace(instance, capacity=capacity)
+            try:
+                self.solve(narrowed, until, proves=margin == 1.0, is_last=is_last)
+            except CapacityError as error:
+                self.error = error
+                continue
+            break
+
+    def solve(self, instance: Instance, until: float, *, proves: bool, is_last: bool) -> None:
         """Solve until the choice fits in bytes and, where rates vary, nothing better is left.
 
         Raises CapacityError if the slots of a choice cannot be packed.
         """
         proves &= not self.is_coarse and self.bandwidth_share == 1.0
         program = Program(instance, self.most_ticks(instance, is_limit=proves))
-        while (left := self.deadline - time.perf_counter()) > 0:
+        if self.hint is not None:
+            program.suggest(self.hint)
+        while (left := until - time.perf_counter()) > 0:
             outcome = solve(program, left)
             self.rounds += 1
             if proves:
@@ -156,13 +180,14 @@ class _Search:
             if outcome.choice is None:
                 break
             self.objective = outcome.ticks * instance.tick_seconds
+            self.hint = outcome.choice
             short = short_steps(instance, outcome.choice)
             for step, away in short:
                 program.forbid_away(step, away)
             if short:
                 continue
             self.consider(self.plan_of(instance, outcome.choice))
-            if instance.has_constant_rates or self.is_proved:
+            if instance.has_constant_rates or self.is_proved or not is_last:
                 break
             program.forbid(outcome.choice)
 
@@ -182,7 +207,9 @@ class _Search:
                 raise RuntimeError("planner milp: the solver denies that greedy's plan exists")
             self.proved = self.seconds
         else:
-            self.proved = max(self.proved, outcome.bound * instance.tick_seconds)
+            # A plan may end within the tick.
+            ticks = outcome.bound if instance.is_whole else outcome.bound - 1
+            self.proved = max(self.proved, ticks * instance.tick_seconds)
 
     @property
     def is_proved(self) -> bool:

@@ -276,6 +276,20 @@ class Program:
         self.model.add(sum(others) >= 1)
         self.num_cuts += 1
 
+    def suggest(self, choice: Choice) -> None:
+        """Let the solver look at a choice first."""
+        for p, v in enumerate(choice.device.tolist()):
+            for device, literal in enumerate(self.on[p]):
+                self.model.add_hint(literal, device == v)
+            windows = (
+                (self.offload[p], choice.offload_start[p]),
+                (self.free[p], choice.free_by[p]),
+                (self.back[p], choice.prefetch_start[p]),
+            )
+            for literals, step in windows:
+                for j, literal in literals.items():
+                    self.model.add_hint(literal, v != STAYS and j == step)
+
     def forbid(self, choice: Choice) -> None:
         """Exclude one choice."""
         literals = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,6 @@ TICKS_PER_STEP = 12
 """Ticks per common divisor of all times. The iteration time of a plan is the length of a loop of
 waits divided by the iterations that it spans: a whole number of ticks for 1, 2, 3, 4, 6 or 12."""
 
-MOST_TICKS = 10**6
-"""Where more would be needed, times are rounded to a millionth of the longest iteration."""
-
 MOST_UNITS = 2**27
 """The sum of a row of sizes, above which they are rounded to a larger unit."""
 
@@ -35,8 +33,14 @@ def make_instance(
     bandwidth_share: float,
     first_kernel: IntArray,
     periods: Periods,
+    most_ticks: int = 10**6,
+    most_picoseconds: float = math.inf,
 ) -> Instance:
-    """Sizes and times of those periods that can be of use; ``hardware`` holds the budgets."""
+    """Sizes and times of those periods that can be of use; ``hardware`` holds the budgets.
+
+    The best iteration, known to take at most ``most_picoseconds``, has about ``most_ticks`` ticks
+    at most; times are rounded where that takes larger ticks than their common divisor.
+    """
     machine = machine_arrays(hardware, trace.metadata.rank)
     needed_bytes = bytes_to_be_away(trace, machine.gpu_memory_bytes, first_kernel)
     periods = select(periods, useful(periods, needed_bytes))
@@ -45,7 +49,8 @@ def make_instance(
     sizes = _Sizes(trace, machine, usable, periods)
     duration, gap = _step_times(trace, first_kernel)
     offload, prefetch = (sizes.picoseconds(way, bandwidth_share) for way in (WRITE, READ))
-    scale = _tick_scale(duration, gap, offload, prefetch)
+    times = np.concatenate([some.reshape(-1) for some in (duration, gap, offload, prefetch)])
+    scale = _tick_scale(times, min(most_picoseconds, float(times.sum())), most_ticks)
     relief_bytes = sizes.relief_bytes
     relief, needed = to_units(relief_bytes, needed_bytes)
     slot, capacity, bounce = sizes.slots()
@@ -150,12 +155,11 @@ class _TickScale:
         return of_picoseconds * self.numerator // self.denominator
 
 
-def _tick_scale(*times: IntArray) -> _TickScale:
-    longest = sum(int(some.sum()) for some in times)
-    divisor = int(np.gcd.reduce(np.concatenate([some.reshape(-1) for some in times])))
-    if longest * TICKS_PER_STEP <= MOST_TICKS * divisor:
-        return _TickScale(TICKS_PER_STEP, max(1, divisor), is_whole=True)
-    return _TickScale(1, -(-longest // MOST_TICKS), is_whole=False)
+def _tick_scale(times: IntArray, most_picoseconds: float, most_ticks: int) -> _TickScale:
+    divisor = max(1, int(np.gcd.reduce(times)))
+    if most_picoseconds * TICKS_PER_STEP <= most_ticks * divisor:
+        return _TickScale(TICKS_PER_STEP, divisor, is_whole=True)
+    return _TickScale(1, math.ceil(most_picoseconds / most_ticks), is_whole=False)
 
 
 def to_units(relief_bytes: IntArray, needed_bytes: IntArray) -> tuple[IntArray, IntArray]:
