@@ -1,7 +1,7 @@
 """FlashNeuron: feature maps to the SSD, in forward order, back as memory allows.
 
-Source: FlashNeuron (FAST 2021), section 4.2 (offloading scheduler) and 4.3; the simulator of it in
-G10's artifact for details that the paper leaves open.
+Source: FlashNeuron (FAST 2021), its offloading scheduler and memory manager; for details that the
+paper leaves open, the simulator of it in G10's artifact.
 
 Modelled:
 

@@ -1,7 +1,7 @@
 """G10: periods by the pressure that they relieve, SSD first, then host, fetched back eagerly.
 
-Source: G10 (MICRO 2023), section 4, and its artifact (platformxlab/G10 at de2c8c6, function
-``scheduling_prefetch``), whose constants are used.
+Source: G10 (MICRO 2023), its smart tensor migrations, and its artifact (platformxlab/G10 at
+de2c8c6, function ``scheduling_prefetch``), whose constants are used.
 
 Modelled:
 

@@ -1,8 +1,8 @@
 """ZeRO-Infinity: everything streams layer by layer, with a fixed look-ahead; the CPU steps.
 
-Source: ZeRO-Infinity (SC 2021), sections 5.1 (offload engine), 5.2 (tiling aside), 6.1 and 6.2
-(prefetching, overlap); DeepSpeed's ZeRO stage 3 with ``offload_param``, ``offload_optimizer`` and
-activation offload, for one GPU.
+Source: ZeRO-Infinity (SC 2021): its offload engine for model states, its offload of activations and
+its overlap-centric design; DeepSpeed's ZeRO stage 3 with ``offload_param`` and
+``offload_optimizer``, for one GPU. Memory-centric tiling is not in it.
 
 Modelled on visits (:mod:`teraio.traces.layers`: a layer's kernels of one phase and micro-batch):
 

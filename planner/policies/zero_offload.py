@@ -1,10 +1,10 @@
 """ZeRO-Offload: parameters on the GPU, gradients and optimizer on the host.
 
-Source: ZeRO-Offload (ATC 2021), section 4.1, single GPU: parameters stay on the GPU, gradients go
-to the host as the backward pass produces them, the optimizer state never leaves the host, the CPU
-runs the step, and updated parameters are copied back. With several micro-batches DeepSpeed
-accumulates through the GPU (``stage_1_and_2.py``, ``async_accumulate_grad_in_cpu_via_gpu``): the
-sum so far is read back, added to, and written again.
+Source: ZeRO-Offload (ATC 2021), section 4.1, the single-GPU schedule: parameters stay on the GPU,
+gradients go to the host as the backward pass produces them, the optimizer state never leaves the
+host, the CPU runs the step, and updated parameters are copied back. With several micro-batches
+DeepSpeed accumulates through the GPU (``stage_1_and_2.py``,
+``async_accumulate_grad_in_cpu_via_gpu``): the sum so far is read back, added to, and written again.
 
 Modelled: transform ``cpu-optimizer`` with all state in host memory; every inactive period of a
 gradient as a move to the host, written while the next layer's backward runs and read back one layer

@@ -1,7 +1,7 @@
 """Transform ``cpu-optimizer``: the optimizer step runs on the host, where its state lives.
 
-Source: ZeRO-Offload (ATC 2021, section 4: optimizer state and step on the CPU) and ZeRO-Infinity
-(SC 2021: the state streams between SSD and host while the CPU steps).
+Source: ZeRO-Offload (ATC 2021: optimizer state and step on the CPU) and ZeRO-Infinity (SC 2021: the
+state streams between SSD and host while the CPU steps).
 
 What changes, kernel indices staying as they are:
 
