@@ -70,7 +70,7 @@ def test_show_for_people_and_picture(folder: Path, teraio: Callable[..., Result]
 
 def test_plan_fits_and_is_saved(folder: Path, teraio_json: Callable[..., Any]) -> None:
     data = teraio_json("plan", "small.trace", *TIGHT, "-o", "small.plan")
-    assert data["planner"] == "greedy"
+    assert data["planner"] == "optimal"
     assert data["ideal_seconds"] == pytest.approx(IDEAL_SECONDS)
     assert data["lower_bound_seconds"] <= data["predicted_seconds"]
     assert data["fraction_of_ideal"] == pytest.approx(IDEAL_SECONDS / data["predicted_seconds"])

@@ -117,14 +117,14 @@ def test_progress_is_reported(small_trace: Trace, small_hardware: Hardware) -> N
 def test_comparison_has_a_row_per_planner(small_trace: Trace, small_hardware: Hardware) -> None:
     """In the order given; the disjoint account sums to the iteration, which was predicted."""
     table = compare(small_trace, small_hardware, gpu_memory=12_000)
-    assert table["planner"].tolist() == ["ideal", "optimal", "on-demand"]
+    assert table["planner"].tolist() == ["ideal", "optimal", "greedy", "on-demand"]
     assert set(plan_summary(plan(small_trace, small_hardware))) <= set(table.columns)
     account = table[[c for c in table.columns if c.startswith(("stall_", "compute_", "gap_"))]]
     np.testing.assert_allclose(account.sum(axis=1), table["iteration_seconds"], rtol=1e-9)
     np.testing.assert_allclose(table["predicted_seconds"], table["iteration_seconds"], rtol=1e-12)
     assert table["peak_gpu_bytes"].dtype == "Int64"
-    assert table["demand_fetches"].tolist()[:2] == [0, 0]
-    assert table["demand_fetches"].tolist()[2] > 0
+    assert table["demand_fetches"].tolist()[:3] == [0, 0, 0]
+    assert table["demand_fetches"].tolist()[3] > 0
     assert (table["note"] == "").all()
 
 
@@ -134,7 +134,7 @@ def test_planner_without_a_plan_has_nulls_and_a_note(
     """The ideal is unlimited; the others need more than 3 kB for one kernel."""
     table = compare(small_trace, small_hardware, gpu_memory="3kB").set_index("planner")
     assert table.loc["ideal", "note"] == ""
-    for planner in ("optimal", "on-demand"):
+    for planner in ("optimal", "greedy", "on-demand"):
         assert "needs" in str(table.loc[planner, "note"])
         assert table["predicted_seconds"].isna()[planner]
         assert table["peak_gpu_bytes"].isna()[planner]
