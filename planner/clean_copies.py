@@ -2,8 +2,8 @@
 
 The paper rewrites a tensor each time it leaves; reusing the copy is an addition (DESIGN: Clean
 copies). A *version* of a storage reaches from one write to the next, cyclically; birth begins one.
-Moves of one version that follow each other on one device form a *chain*: the first writes, the
-others reuse its copy, and all share one slot. The copy of a storage that no kernel writes is
+Moves of one version to one device form a *chain*: the first writes, the others reuse its copy, and
+all share one slot. The copy of a storage that no kernel writes is
 permanent: none of its moves writes.
 """
 
@@ -61,9 +61,7 @@ def chain_moves(
     version, position, is_unwritten = move_versions(
         moves.storage, moves.after_kernel, storages, accesses, num_kernels
     )
-    # The copy of a storage that is never written serves all its moves on a device.
-    device_order = np.where(is_unwritten, _device_numbers(moves.device), 0)
-    order = np.lexsort((position, device_order, version, moves.storage))
+    order = np.lexsort((position, _device_numbers(moves.device), version, moves.storage))
     storage, device = moves.storage[order], moves.device[order]
     unwritten = is_unwritten[order]
     begins = np.ones(len(order), dtype=bool)

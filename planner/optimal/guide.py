@@ -1,9 +1,8 @@
 """The guide: a fluid program whose solution says which bytes should go where, and where to wait.
 
-The bound's program (:mod:`teraio.planner.fluid.formulation`) with these differences: what is away
-while a kernel runs must be out throughout its slot, so that whole tensors can be; only periods
-worth moving take part; tails are written and cost what that costs; traffic has a small price, so
-that nothing moves without need. Of a folded trace, the turn that stands for many is weighted by
+The bound's program (:mod:`teraio.planner.fluid.formulation`) with the constraints of
+:mod:`guide_writer` in place of some; only periods worth moving take part; tails are written and
+cost what that costs; traffic has a small price, so that nothing moves without need. Of a folded trace, the turn that stands for many is weighted by
 their number, and what enters it must be what leaves it, so that it can be repeated.
 """
 
@@ -21,6 +20,7 @@ from teraio.planner.fluid.formulation import FluidProgram, ProgramWriter, TierCo
 from teraio.planner.fluid.linear_program import LinearProgram
 from teraio.planner.fluid.slots import Slots
 from teraio.planner.fluid.solve import solve
+from teraio.planner.optimal.guide_writer import GuideWriter, LackingWriter
 from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.repetition import Repeated, find_repeated
 from teraio.planner.optimal.wear import limit_guide
@@ -32,9 +32,6 @@ _LEAST_SHARE = 1e-5
 _TRAFFIC_PRICE = 1e-6
 _HOST_PRICE = 1.1e-6
 """Cost per byte unit moved, on the scale of seconds: just enough to choose among equals."""
-
-_LACK_PRICE = 100.0
-"""Cost of a byte that should be away in a slot and is not, in reads of it by the fastest device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +64,7 @@ def solve_guide(
     gaps = gap_classes(problem.trace, slots, with_tails=True, only=_worth_moving(problem))
     repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    for writer_class in (_GuideWriter, _LackingWriter):
+    for writer_class in (GuideWriter, LackingWriter):
         fluid = _formulate(problem, slots, gaps, spare_bytes, writer_class)
         if repeated is not None:
             fluid = _repeating(fluid, repeated)
@@ -112,48 +109,15 @@ def _worth_moving(problem: Problem) -> BoolArray:
     return result
 
 
-class _GuideWriter(ProgramWriter):
-    """Constraint (7) for whole tensors."""
-
-    keeps_slots = True
-
-    def require_memory(self, columns: list[TierColumns], needed_bytes: IntArray) -> IntArray:
-        """Out from the start to the end of each slot: the most that any of its kernels needs."""
-        needed = needed_bytes / self.byte_unit
-        highest = np.full(len(self.slots), -np.inf)
-        np.maximum.at(highest, self.slots.of_piece[0::2], needed)
-        pressed = np.flatnonzero(highest > 0)
-        at_start, at_end = (
-            self.builder.constraints(len(pressed), highest[pressed], np.inf) for _ in range(2)
-        )
-        for c in columns:
-            self.builder.add(at_start, c.out[pressed], 1.0)
-            self._add_out_at_end(at_end, pressed, c)
-        self.allow_lack(at_start, at_end)
-        return np.concatenate((at_start, at_end))
-
-    def allow_lack(self, at_start: IntArray, at_end: IntArray) -> None:
-        """No byte that should be away may stay."""
-
-
-class _LackingWriter(_GuideWriter):
-    """Constraint (7) at a price, for where it cannot hold."""
-
-    def allow_lack(self, at_start: IntArray, at_end: IntArray) -> None:
-        """What stays in a slot is as much at its start as at its end."""
-        lacks = self.builder.variables(len(at_start), np.inf, _LACK_PRICE)
-        for rows in (at_start, at_end):
-            self.builder.add(rows, lacks, 1.0)
-
-
 def _priced(fluid: FluidProgram) -> FluidProgram:
-    """With a small price on traffic."""
-    cost = fluid.program.cost.copy()
+    """With a small price on traffic, and copies without the limit of those that residency keeps."""
+    cost, upper = fluid.program.cost.copy(), fluid.program.column_upper.copy()
     for tier, columns in zip(fluid.tiers, fluid.tier_columns, strict=True):
         price = _HOST_PRICE if tier.name == HOST else _TRAFFIC_PRICE
         cost[columns.written] += price
         cost[columns.read] += price
-    return replace(fluid, program=replace(fluid.program, cost=cost))
+        upper[columns.kept] = np.inf
+    return replace(fluid, program=replace(fluid.program, cost=cost, column_upper=upper))
 
 
 def _repeating(fluid: FluidProgram, repeated: Repeated) -> FluidProgram:

@@ -101,6 +101,8 @@ class Problem:
         order = self.by_version
         chosen = device[order] != STAYS
         rows, version = order[chosen], np.cumsum(self.begins_version)[chosen]
+        by_device = np.lexsort((device[rows], version))
+        rows, version = rows[by_device], version[by_device]
         is_first = np.ones(len(rows), dtype=bool)
         is_first[1:] = (np.diff(version) != 0) | (np.diff(device[rows]) != 0)
         result = np.zeros(len(device), dtype=bool)

@@ -1,8 +1,9 @@
 """Further periods leave until everything fits: exact in index space, longest idle first.
 
 A sweep over the kernels. Where one still finds too many bytes, the periods that hold it leave in
-order of their length, as Belady's rule has it, each to the device that has moved the fewest seconds
-so far. It ends with a choice that fits, or with the kernel at which nothing is left to leave.
+order of their length, as Belady's rule has it: to a device that has a copy, else to the one that
+would have moved it first after all that it has to move. It ends with a choice that fits, or with
+the kernel at which nothing is left to leave.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import heapq
 import numba
 import numpy as np
 
-from teraio.contracts.table import FloatArray, IntArray
+from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.optimal.periods import STAYS, Problem
 
 
@@ -28,7 +29,7 @@ def repair(problem: Problem, device: IntArray) -> IntArray | None:
     busy_seconds = seconds_per_byte * np.bincount(
         device[rows], weights=problem.num_bytes[rows], minlength=len(seconds_per_byte)
     )
-    busy_seconds[problem.machine.capacity_bytes <= 0] = np.inf
+    busy_seconds[_closed_devices(problem, rows)] = np.inf
     result = device.copy()
     stays = device == STAYS
     order = np.argsort(-problem.seconds[stays], kind="stable")
@@ -43,9 +44,33 @@ def repair(problem: Problem, device: IntArray) -> IntArray | None:
         over,
         seconds_per_byte,
         busy_seconds,
+        _devices_with_copies(problem, device),
         result,
     )
     return result if fits else None
+
+
+def _closed_devices(problem: Problem, rows: IntArray) -> BoolArray:
+    """Devices for no further copies, bool (devices,): without room, or once ``rows`` are chosen,
+    those that can be full if there are others; what is added may well stay for long.
+    """
+    capacity_bytes = problem.machine.capacity_bytes
+    closed: BoolArray = capacity_bytes <= 0
+    can_be_full = capacity_bytes < problem.trace.peak_live_bytes
+    if len(rows) and not can_be_full.all():
+        closed |= can_be_full
+    return closed
+
+
+def _devices_with_copies(problem: Problem, device: IntArray) -> IntArray:
+    """A device to which the row's version goes already, int64 (rows,); STAYS if there is none."""
+    version = np.empty(len(device), dtype=np.int64)
+    version[problem.by_version] = np.cumsum(problem.begins_version) - 1
+    chosen = np.flatnonzero(device != STAYS)
+    of_version = np.full(int(version.max(initial=-1)) + 1, STAYS)
+    of_version[version[chosen]] = device[chosen]
+    result: IntArray = of_version[version]
+    return result
 
 
 @numba.njit(cache=True)
@@ -58,6 +83,7 @@ def _sweep(
     over: IntArray,
     seconds_per_byte: FloatArray,
     busy_seconds: FloatArray,
+    device_with_copy: IntArray,
     device: IntArray,
 ) -> bool:
     """Rank in ``candidates`` is the order in which they leave; False if some kernel cannot fit."""
@@ -91,7 +117,9 @@ def _sweep(
             row = candidates[rank]
             if expiry <= step or device[row] >= 0:
                 continue
-            best = int(np.argmin(busy_seconds))
+            best = device_with_copy[row]
+            if best < 0:
+                best = int(np.argmin(busy_seconds + num_bytes[row] * seconds_per_byte))
             device[row] = best
             busy_seconds[best] += num_bytes[row] * seconds_per_byte[best]
             relieved += relief[row]
