@@ -69,27 +69,17 @@ def plan(
     (naming the SSD, needed and allowed bytes), RuntimeError if the planner made a plan that the
     independent verifier refuses (a defect, never the user's).
     """
-    make = PLANNERS.get(planner)
-    if make is None:
-        raise InputError(f"planner: {planner!r} is not one of {sorted(PLANNERS)}")
-    if not 0 < bandwidth_share <= 1:
-        raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {bandwidth_share}")
-    if time_limit is not None and time_limit <= 0:
-        raise InputError(f"time_limit: must be above 0 seconds, got {time_limit}")
     bound = planner == "optimal" if bound is None else bound
-    if bound and planner in _MAY_NOT_FIT:
-        raise InputError(f"bound: holds for plans that fit, which {planner} need not; leave it out")
+    _check_arguments(planner, bandwidth_share, time_limit, bound)
     trace = as_trace(trace)
     budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory, ssd_years)
     report = progress or _silent
     report(f"planning ({planner})")
     started = time.monotonic()
-    if transform is None:
-        result = make(trace, budgeted, bandwidth_share, time_limit)
-    else:
-        transformed = transform_trace(trace, transform)
-        made = make(transformed, budgeted, bandwidth_share, time_limit)
-        result = plan_of_original(made, trace, transform)
+    transformed = trace if transform is None else transform_trace(trace, transform)
+    result = PLANNERS[planner](transformed, budgeted, bandwidth_share, time_limit)
+    if transform is not None:
+        result = plan_of_original(result, trace, transform)
     check_endurance(result)
     if bound:
         report("bounding")
@@ -98,12 +88,28 @@ def plan(
             left = max(time_limit - (time.monotonic() - started), _LEAST_BOUND_SHARE * time_limit)
         result = _with_bound(trace_of_plan(trace, result), result, left)
     report("verifying")
-    verification = verify(trace, result)
+    _check_plan(trace, result, planner)
+    return result
+
+
+def _check_arguments(planner: str, share: float, time_limit: float | None, bound: bool) -> None:
+    if planner not in PLANNERS:
+        raise InputError(f"planner: {planner!r} is not one of {sorted(PLANNERS)}")
+    if not 0 < share <= 1:
+        raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {share}")
+    if time_limit is not None and time_limit <= 0:
+        raise InputError(f"time_limit: must be above 0 seconds, got {time_limit}")
+    if bound and planner in _MAY_NOT_FIT:
+        raise InputError(f"bound: holds for plans that fit, which {planner} need not; leave it out")
+
+
+def _check_plan(trace: Trace, made: Plan, planner: str) -> None:
+    """Raise RuntimeError for a plan that the independent verifier refuses."""
+    verification = verify(trace, made)
     must_fit = planner not in _MAY_NOT_FIT
     if not verification.valid or (must_fit and not verification.fits):
         violation = verification.violations[0] if verification.violations else "no reason given"
         raise RuntimeError(f"planner {planner} made a plan that does not verify: {violation}")
-    return result
 
 
 def _with_bound(trace: Trace, made: Plan, time_limit: float | None) -> Plan:
