@@ -22,6 +22,7 @@ import numpy as np
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Moves, Plan
 from teraio.errors import CapacityError
+from teraio.planner.cost import excess_writes
 from teraio.planner.drafts import draft_moves
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.milp.choice import STAYS, Choice, short_steps
@@ -112,12 +113,20 @@ class _Search:
         except CapacityError as error:
             self.error = error
 
-    def consider(self, plan: Plan) -> None:
-        """Simulate a plan, and keep it if it is the fastest."""
+    def consider(self, plan: Plan) -> bool:
+        """Simulate a plan, and keep it if it is the fastest; whether SSDs may be written so much.
+
+        The program allows what a longer iteration would.
+        """
         most = MOST_ITERATIONS if self.trace.num_kernels <= MOST_STEPS else 8
         timeline = simulate(self.trace, plan, self.hardware, record=False, max_iterations=most)
-        if timeline.iteration_seconds < self.seconds:
-            self.best, self.seconds = plan, timeline.iteration_seconds
+        seconds = timeline.iteration_seconds
+        plan = replace(plan, metadata=replace(plan.metadata, predicted_seconds=seconds))
+        if excess_writes(plan) is not None:
+            return False
+        if seconds < self.seconds:
+            self.best, self.seconds = plan, seconds
+        return True
 
     def run(self) -> None:
         """Solve the program in rough ticks, which are quick, and then in ever finer ones."""
@@ -186,8 +195,9 @@ class _Search:
                 program.forbid_away(step, away)
             if short:
                 continue
-            self.consider(self.plan_of(instance, outcome.choice))
-            if instance.has_constant_rates or self.is_proved or not is_last:
+            is_allowed = self.consider(self.plan_of(instance, outcome.choice))
+            is_enough = instance.has_constant_rates or self.is_proved or not is_last
+            if is_allowed and is_enough:
                 break
             program.forbid(outcome.choice)
 

@@ -46,7 +46,8 @@ class Instance:
     A step is a kernel, or several in a row between which nothing is issued: ``first_kernel[s]`` up
     to ``first_kernel[s + 1]``. Per step ``duration`` and ``gap`` (before it) in ticks, ``needed``
     in units that must be away. Per period ``relief`` in units; per period and device ``slot`` in
-    units, ``offload`` and ``prefetch`` in ticks on an idle machine. Per device ``capacity`` and
+    units, ``offload`` and ``prefetch`` in ticks on an idle machine, and ``wear``, the ticks in
+    which the device's write budget allows what the offload writes. Per device ``capacity`` and
     ``bounce`` in units, where ``bounce`` is what using a device takes from the host.
     ``relief_bytes`` and ``needed_bytes`` are what the units stand for, to check by.
 
@@ -64,6 +65,7 @@ class Instance:
     slot: IntArray
     offload: IntArray
     prefetch: IntArray
+    wear: IntArray
     capacity: IntArray
     bounce: IntArray
     relief_bytes: IntArray

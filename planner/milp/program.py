@@ -25,6 +25,7 @@ hT after step j.
         before the q of h iterations later, and that one before the next p, both in the order of
         (o, a, row) for offloads, (b, e, row) for prefetches, and in time
     (8) slots on each device fit at every step, by their sum
+    (9) T is no less than the time in which a device may be written what is written to it
 
 (7) makes rows a choice only where the other two are equal. Of T implied, but helpful: no channel
 works longer than T. T need not be a whole number of ticks for a plan: it is rounded up.
@@ -257,8 +258,10 @@ class Program:
             rule.only_enforce_if(before.Not())
 
     def _limit_channels(self) -> None:
-        """T is no less than what a channel does in an iteration."""
+        """T is no less than what a channel does in an iteration, and (9)."""
         instance = self.instance
+        # More than the longest iteration excludes a write, and keeps sums small.
+        wear = np.minimum(instance.wear, instance.longest + 1)
         periods = range(len(instance.periods))
         for v in range(len(instance.devices)):
             written = sum(int(instance.offload[p, v]) * self.writes[p][v] for p in periods)
@@ -267,8 +270,9 @@ class Program:
                 for p in periods
                 if not instance.periods.is_tail[p]
             )
-            self.model.add(self.total >= written)
-            self.model.add(self.total >= read)
+            worn = sum(int(wear[p, v]) * self.writes[p][v] for p in periods)
+            for least in (written, read, worn):
+                self.model.add(self.total >= least)
 
     def forbid_away(self, k: int, away: set[int]) -> None:
         """Step k is short of memory with just these periods away: some other one must be, too."""

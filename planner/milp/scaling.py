@@ -23,6 +23,9 @@ TICKS_PER_STEP = 12
 """Ticks per common divisor of all times. The iteration time of a plan is the length of a loop of
 waits divided by the iterations that it spans: a whole number of ticks for 1, 2, 3, 4, 6 or 12."""
 
+FOREVER = 10**17
+"""Picoseconds, more than a day: longer than any iteration."""
+
 MOST_UNITS = 2**27
 """The sum of a row of sizes, above which they are rounded to a larger unit."""
 
@@ -65,6 +68,7 @@ def make_instance(
         slot=slot,
         offload=scale.ticks(offload),
         prefetch=scale.ticks(prefetch),
+        wear=scale.ticks(sizes.wear(hardware.write_budgets(trace.metadata.rank))),
         capacity=capacity,
         bounce=bounce,
         relief_bytes=relief_bytes,
@@ -115,6 +119,22 @@ class _Sizes:
                 for channel, rate in zip(channels, rates, strict=True)
             ]
         )
+
+    def wear(self, write_budgets: dict[str, float]) -> IntArray:
+        """Picoseconds in which a device may be written what an offload writes, 0 without a budget.
+
+        At most FOREVER; int64 (periods, devices).
+        """
+        result = np.zeros((len(self.periods), len(self.usable)), dtype=np.int64)
+        num_bytes = self._totals(self.trace.storages.nbytes)
+        for column, device in enumerate(self.usable):
+            budget = write_budgets.get(self.machine.devices[device])
+            if budget is not None:
+                with np.errstate(divide="ignore"):
+                    seconds = num_bytes / np.float64(budget)
+                ps = np.minimum(seconds * PICOSECONDS_PER_SECOND, FOREVER)
+                result[:, column] = np.floor(ps)
+        return result
 
     def slots(self) -> tuple[IntArray, IntArray, IntArray]:
         """Slot sizes (periods, devices), capacities and bounce buffers (devices,), in units."""

@@ -173,12 +173,16 @@ def machine_of_kind(hardware: Hardware, kind: str) -> Hardware:
         return replace(hardware, ssd=(replace(ssd, **half),))
     if kind == "slow kernels":
         return replace(hardware, slowdown=Slowdown(read=1.5, write=1.5, both=2.0))
+    if kind == "write budget":
+        return replace(hardware, ssd=(replace(ssd, write_budget=0.25),))
     assert kind == "small tiers"
     small = replace(hardware, ssd=(replace(ssd, capacity_bytes=24),))
     return small.with_budgets(host_memory=SLOT_BYTES)
 
 
-@pytest.mark.parametrize("kind", ["shared link", "duplex", "slow kernels", "small tiers"])
+@pytest.mark.parametrize(
+    "kind", ["shared link", "duplex", "slow kernels", "small tiers", "write budget"]
+)
 def test_the_best_where_transfers_and_slots_meet(kind: str) -> None:
     """Every plan judged by the simulator: here no plan can be judged transfer by transfer."""
     compared = 0
@@ -199,7 +203,7 @@ def test_the_best_where_transfers_and_slots_meet(kind: str) -> None:
 
 
 def best_simulated(tiny: Tiny, hardware: Hardware) -> float | None:
-    """The least simulated time of all plans whose slots can be packed."""
+    """The least simulated time of all plans with slots that can be packed and writes allowed."""
     best: float | None = None
     for windows, rank in all_fitting(tiny.problem):
         moves = moves_of(tiny.trace, tiny.problem, tiny.devices, windows, rank)
@@ -210,5 +214,9 @@ def best_simulated(tiny: Tiny, hardware: Hardware) -> float | None:
         timeline = simulate(tiny.trace, plan, record=False, max_iterations=LONG)
         assert timeline.metadata.steady
         seconds = timeline.iteration_seconds
+        budget = hardware.ssd[0].write_budget
+        written = sum(plan.metadata.ssd_bytes_written.values())
+        if budget is not None and written > budget * seconds:
+            continue
         best = seconds if best is None else min(best, seconds)
     return best

@@ -130,6 +130,19 @@ def test_no_room_on_any_tier(k0_k1: Trace, make_hardware: MakeHardware) -> None:
         plan_milp(k0_k1, make_hardware(10, host_bytes=5, capacity_bytes=4))
 
 
+def test_what_may_not_be_written_to_an_ssd_goes_elsewhere(
+    k0_k1: Trace, make_hardware: MakeHardware
+) -> None:
+    """The SSD would be ten times as fast, but may take 10 B in 100 s only; then the host is left."""
+    fast = make_hardware(10, ssd_rate=10.0, host_rate=1.0, write_budget=0.1)
+    made = plan(k0_k1, fast, planner="milp")
+    assert made.predicted_seconds == pytest.approx(23.0, rel=1e-12)
+    assert made.moves.device.tolist() == ["host"]
+    assert proof_of(made) == ("optimal", False)
+    with pytest.raises(CapacityError, match="ssd0"):
+        plan_milp(k0_k1, fast.with_budgets(host_memory=0))
+
+
 def test_a_search_cut_short_returns_greedys_plan(k0_k1: Trace, make_hardware: MakeHardware) -> None:
     hardware = make_hardware(10, ssd_rate=1.0, host_bytes=0)
     made = plan_milp(k0_k1, hardware, time_limit=1e-9)
