@@ -55,7 +55,7 @@ def plan(
     ``host_memory`` are final budgets (bytes or text such as ``94GB``) in place of the hardware's.
     ``bandwidth_share`` plans for that share of the rates; the prediction uses all of them.
     ``ssd_years`` lets the plan write so little to each SSD that it lasts that long in training
-    without a pause (:meth:`Hardware.with_budgets`); ``optimal`` and ``greedy`` plan for it, of
+    without a pause (:meth:`Hardware.with_budgets`); optimal, greedy and milp plan for it, of
     other planners a plan that writes more is refused.
     ``transform`` changes the trace before planning (``teraio.traces.transforms``): the plan names
     it, is about the result, and refers to ``trace`` by hash and ideal.

@@ -108,9 +108,18 @@ class _Unrolling:
                 metadata,
                 micro_batches=metadata.micro_batches + self._copies,
                 traced_micro_batches=metadata.traced_micro_batches or metadata.micro_batches,
+                tokens=self._tokens(),
             ),
             calls=self._trace.calls,
         )
+
+    def _tokens(self) -> int | None:
+        """As many per micro-batch as before."""
+        metadata = self._trace.metadata
+        if metadata.tokens is None:
+            return None
+        micro_batches = metadata.micro_batches
+        return metadata.tokens * (micro_batches + self._copies) // micro_batches
 
     def _moved(self, kernel: IntArray) -> IntArray:
         """Where the old kernels are in the new trace; MISSING stays."""
