@@ -104,7 +104,7 @@ def _worth_moving(problem: Problem) -> BoolArray:
     seconds = problem.num_bytes * (1 / rates[0::2].max() + 1 / rates[1::2].max())
     result = np.zeros(len(problem.all_periods), dtype=bool)
     least_bytes = _LEAST_SHARE * problem.capacity_bytes
-    worth = (problem.num_bytes >= least_bytes) & (problem.seconds >= 0.25 * seconds)
+    worth = (problem.num_bytes >= least_bytes) & (problem.seconds >= seconds)
     result[problem.period] = worth
     return result
 

@@ -12,6 +12,9 @@ from teraio.contracts.table import IntArray
 from teraio.planner.fluid.channels import Tier
 from teraio.planner.fluid.formulation import ProgramWriter, TierColumns
 
+_SHARE_OF_TIERS = 0.97
+"""What packing slots leaves of a tier without holes, and repair without its additions."""
+
 _LACK_PRICE = 100.0
 """Cost of a byte that should be away in a slot and is not, in reads of it by the fastest device."""
 
@@ -55,7 +58,8 @@ class GuideWriter(ProgramWriter):
         builder.add(anchor, c.kept[:1], 1.0)
         crossings = (end // count - gaps.release // count).astype(float)
         builder.add(np.repeat(anchor, len(c.delta)), c.delta, -crossings)
-        rows = builder.constraints(count, -np.inf, tier.capacity_bytes / self.byte_unit)
+        room = _SHARE_OF_TIERS * tier.capacity_bytes / self.byte_unit
+        rows = builder.constraints(count, -np.inf, room)
         builder.add(rows, c.kept, 1.0)
         for copy in c.copy[gaps.previous[self.serves] >= self.serves]:
             builder.add(rows, np.repeat(copy, count), 1.0)

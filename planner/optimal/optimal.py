@@ -91,27 +91,37 @@ def _search(
     options: dict[str, Any],
     report: Progress,
 ) -> Plan:
-    """Choices until steps or time are over, and the best of them as a plan."""
-    error: CapacityError | None = None
+    """Choices until steps or time are over, and the best of them as a plan; on small traces the
+    greedy plan if that is faster.
+    """
+    best, error = None, None
     for margin in _HOST_MARGINS:
-        host_bytes = int(margin * hardware.host.memory_bytes)
-        problem = Problem.of(trace, hardware.with_budgets(host_memory=host_bytes))
+        problem = Problem.of(trace, _without_bounce_buffers(hardware, trace.metadata.rank, margin))
         if problem.resident_bytes.max() <= problem.capacity_bytes:
             return build_plan(trace, Moves.empty(), hardware, planner="optimal", options=options)
         search = Search(problem, share, deadline)
         _run_steps(search, report)
-        try:
-            return _best_plan(trace, hardware, search, options)
-        except CapacityError as caught:
-            error = error or caught
-        if host_bytes == 0 or search.is_over():
+        made, caught = _fastest_plan(hardware, search, options)
+        best, error = _faster(best, made), error or caught
+        if caught is None or problem.hardware.host.memory_bytes == 0 or search.is_over():
             break
-    try:
-        return _named_optimal(plan_greedy(trace, hardware, bandwidth_share=share), options)
-    except CapacityError as caught:
-        has_write_budgets = bool(hardware.write_budgets(trace.metadata.rank))
-        # Only the greedy's error says what a write budget would have to be.
-        raise (caught if has_write_budgets else error or caught) from None
+    if best is not None and (trace.num_kernels > GREEDY_KERNELS or search.is_over()):
+        return best
+    return _with_greedy(trace, hardware, share, options, best, error)
+
+
+def _without_bounce_buffers(hardware: Hardware, rank: int, margin: float) -> Hardware:
+    """The machine with a share of the host memory that its SSDs' bounce buffers leave; SSDs for
+    whose buffers there is no room are left out.
+    """
+    left, ssds = hardware.host.memory_bytes, list(hardware.ssd)
+    for ssd in hardware.ssds_of_rank(rank):
+        bounce_bytes = 0 if ssd.gds else ssd.bounce_bytes
+        if bounce_bytes <= left:
+            left -= bounce_bytes
+        else:
+            ssds.remove(ssd)
+    return replace(hardware, ssd=tuple(ssds)).with_budgets(host_memory=int(margin * left))
 
 
 def _run_steps(search: Search, report: Progress) -> None:
@@ -142,8 +152,9 @@ def _settings(guiding: Guiding) -> list[tuple[float, int]]:
     """
     spare_bytes = int(_SPARE_SHARE * guiding.problem.capacity_bytes)
     iteration = guiding.folded.trace.ideal_seconds
-    settings = [(iteration, 0), (iteration, spare_bytes), (iteration / 500, 0)]
+    settings = [(iteration, spare_bytes), (iteration, 0), (iteration / 500, 0)]
     settings += [(iteration / 500, spare_bytes), (iteration, 2 * spare_bytes)]
+    settings += [(iteration / 1500, part * spare_bytes // 2) for part in (1, 2, 3, 4)]
     if guiding.problem.num_kernels <= _TINY_KERNELS:
         settings += [(0.0, 0), (0.0, spare_bytes)]
     return settings
@@ -161,26 +172,47 @@ def _is_ideal(search: Search) -> bool:
     return search.best is not None and search.best.seconds <= ideal * _CLOSE_TO_IDEAL
 
 
-def _best_plan(trace: Trace, hardware: Hardware, search: Search, options: dict[str, Any]) -> Plan:
-    """The fastest choice that the tiers have room for, or on small traces the greedy plan if that
-    is faster. Raises CapacityError if there is none.
-    """
-    error = CapacityError("no choice of periods fits: the tiers are too small, or too few can move")
+def _fastest_plan(
+    hardware: Hardware, search: Search, options: dict[str, Any]
+) -> tuple[Plan | None, CapacityError | None]:
+    """The fastest choice that the tiers have room for, and why they have none for a faster one."""
+    error = None
     for found in sorted(search.found, key=lambda found: found.seconds):
         try:
-            best = _plan_of(trace, hardware, search.problem, found, options)
-            break
+            return _plan_of(hardware, search.problem, found, options), error
         except CapacityError as caught:
-            error = caught
-    else:
-        raise error
-    if trace.num_kernels > GREEDY_KERNELS or _is_ideal(search) or search.is_over():
+            error = error or caught
+    return None, error or CapacityError(
+        "no choice of periods fits: the tiers are too small, or too few can move"
+    )
+
+
+def _faster(best: Plan | None, other: Plan | None) -> Plan | None:
+    if best is None or other is None:
+        return best or other
+    return min(best, other, key=lambda plan: plan.predicted_seconds)
+
+
+def _with_greedy(
+    trace: Trace,
+    hardware: Hardware,
+    share: float,
+    options: dict[str, Any],
+    best: Plan | None,
+    error: CapacityError | None,
+) -> Plan:
+    """The faster of the best plan and the greedy's; raises CapacityError if there is neither."""
+    if best is not None and best.predicted_seconds <= trace.ideal_seconds * _CLOSE_TO_IDEAL:
         return best
     try:
-        greedy = plan_greedy(trace, hardware, bandwidth_share=search.share)
-    except CapacityError:
-        return best
-    if greedy.predicted_seconds < best.predicted_seconds:
+        greedy = plan_greedy(trace, hardware, bandwidth_share=share)
+    except CapacityError as caught:
+        if best is not None:
+            return best
+        has_write_budgets = bool(hardware.write_budgets(trace.metadata.rank))
+        # Only the greedy's error says what a write budget would have to be.
+        raise (caught if has_write_budgets else error or caught) from None
+    if best is None or greedy.predicted_seconds < best.predicted_seconds:
         return _named_optimal(greedy, options)
     return best
 
@@ -190,10 +222,8 @@ def _named_optimal(greedy: Plan, options: dict[str, Any]) -> Plan:
     return replace(greedy, metadata=replace(greedy.metadata, planner="optimal", options=kept))
 
 
-def _plan_of(
-    trace: Trace, hardware: Hardware, problem: Problem, found: Found, options: dict[str, Any]
-) -> Plan:
-    rows = found.timed.rows
+def _plan_of(hardware: Hardware, problem: Problem, found: Found, options: dict[str, Any]) -> Plan:
+    trace, rows = problem.trace, found.timed.rows
     names = np.array(problem.machine.devices, dtype=object)
     moves = draft_moves(
         trace,
