@@ -56,12 +56,14 @@ def solve_guide(
     spare_bytes: int = 0,
     time_limit: float | None = None,
 ) -> Guide | None:
-    """Solve the guide; None if no solution was found.
+    """Solve the guide; None if no solution was found, or if there is nothing to decide.
 
     ``spare_bytes`` of the GPU are not to be used. Where slots are too coarse, or tiers too small,
     for all bytes to be away that should be, some are not: repair sees to them.
     """
     gaps = gap_classes(problem.trace, slots, with_tails=True, only=_worth_moving(problem))
+    if len(gaps) == 0 or problem.machine.capacity_bytes.max() <= 0:
+        return None
     repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
     deadline = None if time_limit is None else time.monotonic() + time_limit
     for writer_class in (GuideWriter, LackingWriter):
