@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tests.planner.repeating_traces import repeating_trace
@@ -55,7 +55,7 @@ def random_hardware(chance: random.Random, gpu_bytes: int) -> Hardware:
     that limits, slowdown of kernels.
     """
 
-    def rates() -> dict[str, float]:
+    def rates() -> dict[str, Any]:
         read, write = (float(chance.choice((5, 20, 100, 1000))) for _ in range(2))
         both = chance.choice((0.5, 0.7, 1.0))
         return {
