@@ -2,8 +2,9 @@
 
 The bound's program (:mod:`teraio.planner.fluid.formulation`) with the constraints of
 :mod:`guide_writer` in place of some; only periods worth moving take part; tails are written and
-cost what that costs; traffic has a small price, so that nothing moves without need. Of a folded trace, the turn that stands for many is weighted by
-their number, and what enters it must be what leaves it, so that it can be repeated.
+cost what that costs; traffic has a small price, so that nothing moves without need. Of a folded
+trace, the turn that stands for many is weighted by their number, and what enters it must be what
+leaves it, so that it can be repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from teraio.contracts.hardware import HOST
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.fluid.classes import GapClasses, gap_classes
-from teraio.planner.fluid.formulation import FluidProgram, ProgramWriter, TierColumns, formulate
+from teraio.planner.fluid.formulation import FluidProgram, ProgramWriter, formulate
 from teraio.planner.fluid.linear_program import LinearProgram
 from teraio.planner.fluid.slots import Slots
 from teraio.planner.fluid.solve import solve

@@ -23,7 +23,7 @@ class GuideWriter(ProgramWriter):
     """(7) for whole tensors, and (9) for slots as plans take them."""
 
     def require_memory(self, columns: list[TierColumns], needed_bytes: IntArray) -> IntArray:
-        """(7) Out from the start to the end of each slot: the most that any of its kernels needs."""
+        """(7) Out from the start to the end of a slot: the most that any of its kernels needs."""
         needed = needed_bytes / self.byte_unit
         highest = np.full(len(self.slots), -np.inf)
         np.maximum.at(highest, self.slots.of_piece[0::2], needed)
