@@ -302,10 +302,10 @@ def set_ties(problem: Problem, windows: IntArray, writes: IntArray, ties: IntArr
 @numba.njit(cache=True)
 def is_of_interest(ties: IntArray, rank: IntArray) -> bool:
     """Whether only those moves change places."""
+    num_strangers = 0
     for p in range(len(rank)):
-        if rank[p] != p and not ties[p]:
-            return False
-    return True
+        num_strangers += 1 if rank[p] != p and not ties[p] else 0
+    return num_strangers == 0
 
 
 @numba.njit(cache=True)

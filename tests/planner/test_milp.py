@@ -133,7 +133,7 @@ def test_no_room_on_any_tier(k0_k1: Trace, make_hardware: MakeHardware) -> None:
 def test_what_may_not_be_written_to_an_ssd_goes_elsewhere(
     k0_k1: Trace, make_hardware: MakeHardware
 ) -> None:
-    """The SSD would be ten times as fast, but may take 10 B in 100 s only; then the host is left."""
+    """The SSD would be ten times as fast, but may take 10 B in 100 s only; the host is left."""
     fast = make_hardware(10, ssd_rate=10.0, host_rate=1.0, write_budget=0.1)
     made = plan(k0_k1, fast, planner="milp")
     assert made.predicted_seconds == pytest.approx(23.0, rel=1e-12)
