@@ -125,8 +125,8 @@ def robustness_table(rows: Sequence[Row]) -> str:
     slow = {(_key(row)[0], row["bandwidth_share"]): row for row in rows if "slower_seconds" in row}
     settings = [s for s in _settings(rows) if (s, "optimal") in noisy or (s, 1.0) in slow]
     headings = ["model", "products", "tiers", "gap", "with noise", "more by"]
-    headings += ["fraction of ideal, planned for all rates", "for 90 %"]
-    headings += ["at 90 % of the rates it loses, planned for all", "for 90 %"]
+    headings += ["of ideal, planned for all rates", "planned for 90 %"]
+    headings += ["at 90 % of the rates, planned for all, it loses", "planned for 90 %, it loses"]
     lines = []
     for setting in settings:
         before, after = (of.get((setting, "optimal"), {}).get("gap") for of in (plain, noisy))
