@@ -43,7 +43,7 @@ _SETTINGS = 3
 """How many settings of the guide are tried without a time limit, where its program is small."""
 
 _TINY_KERNELS = 400
-"""Traces with at most this many kernels get all settings, and a slot per kernel."""
+"""Traces with at most this many kernels get slots by layer, and slots of one kernel each."""
 
 _SPARE_SHARE = 0.01
 """Of the GPU's memory, left out of some guides: about one tensor in flight."""
@@ -132,8 +132,8 @@ def _run_steps(search: Search, report: Progress) -> None:
     report("guiding")
     guiding = Guiding.of(search.problem, search.share)
     settings = _settings(guiding)
-    if search.deadline is None:
-        settings = settings[: _num_settings(guiding)]
+    if search.deadline is None and guiding.problem.num_kernels > _TINY_KERNELS:
+        settings = settings[: _SETTINGS if guiding.is_small else 1]
     for slot_seconds, spare_bytes in settings:
         advice = guiding.advise(
             slot_seconds=slot_seconds, spare_bytes=spare_bytes, deadline=search.deadline
@@ -152,19 +152,13 @@ def _settings(guiding: Guiding) -> list[tuple[float, int]]:
     """
     spare_bytes = int(_SPARE_SHARE * guiding.problem.capacity_bytes)
     iteration = guiding.folded.trace.ideal_seconds
-    settings = [(iteration, spare_bytes), (iteration, 0), (iteration / 500, 0)]
+    settings = [(iteration, spare_bytes), (iteration, 0)]
+    if guiding.problem.num_kernels <= _TINY_KERNELS:
+        return [*settings, (0.0, 0), (0.0, spare_bytes)]
+    settings += [(iteration / 500, 0)]
     settings += [(iteration / 500, spare_bytes), (iteration, 2 * spare_bytes)]
     settings += [(iteration / 1500, part * spare_bytes // 2) for part in (1, 2, 3, 4)]
-    if guiding.problem.num_kernels <= _TINY_KERNELS:
-        settings += [(0.0, 0), (0.0, spare_bytes)]
     return settings
-
-
-def _num_settings(guiding: Guiding) -> int | None:
-    """How many of the settings are tried without a time limit; None for all."""
-    if guiding.problem.num_kernels <= _TINY_KERNELS:
-        return None
-    return _SETTINGS if guiding.is_small else 1
 
 
 def _is_ideal(search: Search) -> bool:
