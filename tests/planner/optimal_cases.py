@@ -13,7 +13,6 @@ from tests.planner.repeating_traces import repeating_trace
 from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Slowdown, Ssd
 from teraio.contracts.table import IntArray
 from teraio.planner.optimal.periods import STAYS, Problem
-from teraio.simulator.trace_arrays import residency
 from teraio.traces.trace import Trace
 
 PLENTY = 10**12
@@ -46,8 +45,22 @@ def of_micro_batches(seed: int, micro_batches: int, noise: float = 0.0) -> Trace
 
 def random_budget(trace: Trace, chance: random.Random) -> int:
     """Bytes of a GPU on which every kernel can run."""
-    least = int(residency(trace).required_bytes.max())
+    least = least_bytes(trace)
     return max(1, least + int(chance.choice(SHARES) * (trace.peak_allocated_bytes - least)))
+
+
+def least_bytes(trace: Trace) -> int:
+    """What the largest kernel finds when all is away that can be."""
+    plain = Hardware(
+        name="plain",
+        gpu=(Gpu(name="gpu", memory_bytes=PLENTY, link="pcie"),),
+        link=(Link(name="pcie", read_rate=1.0, write_rate=1.0),),
+        host=Host(memory_bytes=PLENTY, read_rate=1.0, write_rate=1.0),
+    )
+    problem = Problem.of(trace, plain)
+    rows = np.arange(len(problem.period))
+    left = problem.resident_with(rows, problem.away_first, problem.away_end)
+    return int(left.max())
 
 
 def random_hardware(chance: random.Random, gpu_bytes: int) -> Hardware:
