@@ -105,6 +105,8 @@ def _search(
         best, error = _faster(best, made), error or caught
         if caught is None or problem.hardware.host.memory_bytes == 0 or search.is_over():
             break
+        if best is not None and trace.num_kernels > GREEDY_KERNELS:
+            break
     if best is not None and (trace.num_kernels > GREEDY_KERNELS or search.is_over()):
         return best
     return _with_greedy(trace, hardware, share, options, best, error)

@@ -24,8 +24,9 @@ class Problem:
 
     ``period`` is the row among the trace's inactive periods. ``away_first`` and ``away_end``
     (unrolled kernels) are the longest absence possible; ``end`` is the next access, of a tail the
-    death. Rows of one version follow each other in ``by_version``, which begins anew where
-    ``begins_version``. ``resident_bytes`` int64 (K,) is what each kernel finds with nothing away.
+    death. ``position`` is ``after`` on an axis without a cut inside a version. Rows of one version
+    follow each other in ``by_version``, which begins anew where ``begins_version``.
+    ``resident_bytes`` int64 (K,) is what each kernel finds with nothing away.
     A choice is an int64 array of devices per row, as the machine counts them, or STAYS.
     """
 
@@ -44,6 +45,7 @@ class Problem:
     num_bytes: IntArray
     relief_bytes: IntArray
     seconds: FloatArray
+    position: IntArray
     by_version: IntArray
     begins_version: BoolArray
     resident_bytes: IntArray
@@ -89,10 +91,18 @@ class Problem:
             num_bytes=storages.nbytes[storage],
             relief_bytes=storages.allocated_bytes[storage],
             seconds=periods.seconds[period],
+            position=position,
             by_version=order,
             begins_version=begins,
             resident_bytes=live_bytes(trace, allocated=True) + trace.kernels.workspace_bytes,
         )
+
+    @property
+    def version(self) -> IntArray:
+        """Number of each row's version, int64 (rows,)."""
+        result = np.empty(len(self.period), dtype=np.int64)
+        result[self.by_version] = np.cumsum(self.begins_version) - 1
+        return result
 
     def writes(self, device: IntArray) -> BoolArray:
         """Whether each row's move writes its copy, bool (rows,); a copy on the same device that an

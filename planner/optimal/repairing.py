@@ -14,22 +14,41 @@ import numba
 import numpy as np
 
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
+from teraio.planner.optimal.occupancy import overfull_devices
 from teraio.planner.optimal.periods import STAYS, Problem
 
 
 def repair(problem: Problem, device: IntArray) -> IntArray | None:
-    """The choice with further rows until the longest absences fit; None if they cannot."""
+    """The choice with further rows until the longest absences fit; None if they cannot.
+
+    A device that what is added would overfill gets none of it, unless there is no other.
+    """
     rows = np.flatnonzero(device != STAYS)
     over = problem.resident_with(rows, problem.away_first[rows], problem.away_end[rows])
     over -= problem.capacity_bytes
     if over.max() <= 0:
         return device
+    closed = _closed_devices(problem, rows)
+    while True:
+        result = _with_further(problem, device, rows, over, closed)
+        if result is None:
+            return None
+        overfull = overfull_devices(problem, result) & ~closed
+        if not overfull.any() or (closed | overfull).all():
+            return result
+        closed |= overfull
+
+
+def _with_further(
+    problem: Problem, device: IntArray, rows: IntArray, over: IntArray, closed: BoolArray
+) -> IntArray | None:
+    """One sweep; ``over`` int64 (K,) is what ``rows``, the chosen ones, leave above capacity."""
     rates = problem.machine.solo_rate
     seconds_per_byte = 1 / rates[0::2] + 1 / rates[1::2]
     busy_seconds = seconds_per_byte * np.bincount(
         device[rows], weights=problem.num_bytes[rows], minlength=len(seconds_per_byte)
     )
-    busy_seconds[_closed_devices(problem, rows)] = np.inf
+    busy_seconds[closed] = np.inf
     result = device.copy()
     stays = device == STAYS
     order = np.argsort(-problem.seconds[stays], kind="stable")
@@ -64,8 +83,7 @@ def _closed_devices(problem: Problem, rows: IntArray) -> BoolArray:
 
 def _devices_with_copies(problem: Problem, device: IntArray) -> IntArray:
     """A device to which the row's version goes already, int64 (rows,); STAYS if there is none."""
-    version = np.empty(len(device), dtype=np.int64)
-    version[problem.by_version] = np.cumsum(problem.begins_version) - 1
+    version = problem.version
     chosen = np.flatnonzero(device != STAYS)
     of_version = np.full(int(version.max(initial=-1)) + 1, STAYS)
     of_version[version[chosen]] = device[chosen]
