@@ -49,6 +49,12 @@ if TYPE_CHECKING:
 )
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Return the best found by then.")
 @click.option(
+    "--start",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
+    help="An earlier plan of the same trace to start from, say for another budget.",
+)
+@click.option(
     "--bound/--no-bound",
     default=None,
     help="Prove how fast any plan could be, and what more memory or bandwidth would be worth; "

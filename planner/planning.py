@@ -46,6 +46,7 @@ def plan(
     ssd_years: float | None = None,
     transform: str | None = None,
     time_limit: float | None = None,
+    start: Plan | str | Path | None = None,
     bound: bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -60,9 +61,10 @@ def plan(
     ``transform`` changes the trace before planning (``teraio.traces.transforms``): the plan names
     it, is about the result, and refers to ``trace`` by hash and ideal.
     ``time_limit`` in seconds is for planners that search: they return the best plan found by then,
-    and at least their first one. ``bound`` proves how fast any plan could be (:func:`lower_bound`)
-    and keeps it in the plan, which is the same with and without; planner ``optimal`` does so unless
-    told not to, in what its search has left of the time limit.
+    and at least their first one. ``start`` is an earlier plan of the same trace, from which planner
+    optimal plans for other budgets in a fraction of the time. ``bound`` proves how fast any plan
+    could be (:func:`lower_bound`) and keeps it in the plan, which is the same with and without;
+    planner optimal does so unless told not to, in what its search has left of the time limit.
 
     Raises InputError for wrong arguments, InfeasibleError if one kernel needs more than the GPU
     has, CapacityError if the tiers are too small or the SSDs must be written more than they may be
@@ -70,14 +72,18 @@ def plan(
     independent verifier refuses (a defect, never the user's).
     """
     bound = planner == "optimal" if bound is None else bound
-    _check_arguments(planner, bandwidth_share, time_limit, bound)
+    _check_arguments(planner, bandwidth_share, time_limit, start, bound)
     trace = as_trace(trace)
     budgeted = as_hardware(hardware).with_budgets(gpu_memory, host_memory, ssd_years)
     report = progress or _silent
     report(f"planning ({planner})")
     started = time.monotonic()
     transformed = trace if transform is None else transform_trace(trace, transform)
-    result = PLANNERS[planner](transformed, budgeted, bandwidth_share, time_limit)
+    if start is None:
+        result = PLANNERS[planner](transformed, budgeted, bandwidth_share, time_limit)
+    else:
+        earlier = start if isinstance(start, Plan) else Plan.load(start)
+        result = _optimal(transformed, budgeted, bandwidth_share, time_limit, earlier)
     if transform is not None:
         result = plan_of_original(result, trace, transform)
     check_endurance(result)
@@ -92,13 +98,21 @@ def plan(
     return result
 
 
-def _check_arguments(planner: str, share: float, time_limit: float | None, bound: bool) -> None:
+def _check_arguments(
+    planner: str,
+    share: float,
+    time_limit: float | None,
+    start: Plan | str | Path | None,
+    bound: bool,
+) -> None:
     if planner not in PLANNERS:
         raise InputError(f"planner: {planner!r} is not one of {sorted(PLANNERS)}")
     if not 0 < share <= 1:
         raise InputError(f"bandwidth_share: must be above 0 and at most 1, got {share}")
     if time_limit is not None and time_limit <= 0:
         raise InputError(f"time_limit: must be above 0 seconds, got {time_limit}")
+    if start is not None and planner != "optimal":
+        raise InputError(f"start: only planner optimal starts from a plan, not {planner}")
     if bound and planner in _MAY_NOT_FIT:
         raise InputError(f"bound: holds for plans that fit, which {planner} need not; leave it out")
 
@@ -134,9 +148,17 @@ def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float |
     return plan_greedy(trace, hardware, bandwidth_share=bandwidth_share)
 
 
-def _optimal(trace: Trace, hardware: Hardware, share: float, time_limit: float | None) -> Plan:
+def _optimal(
+    trace: Trace,
+    hardware: Hardware,
+    share: float,
+    time_limit: float | None,
+    start: Plan | None = None,
+) -> Plan:
     search_limit = None if time_limit is None else _SEARCH_SHARE * time_limit
-    return plan_optimal(trace, hardware, time_limit=search_limit, bandwidth_share=share)
+    return plan_optimal(
+        trace, hardware, time_limit=search_limit, bandwidth_share=share, start=start
+    )
 
 
 def _milp(trace: Trace, hardware: Hardware, share: float, time_limit: float | None) -> Plan:
@@ -169,7 +191,7 @@ def _from_policy(make: Policy) -> Planner:
 
 PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
     {
-        "optimal": _optimal,
+        "optimal": lambda *arguments: _optimal(*arguments),
         "greedy": _greedy,
         "milp": _milp,
         "ideal": _ideal,

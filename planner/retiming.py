@@ -151,7 +151,7 @@ def spend_slack(
     grow_prefetches(tree, num_kernels, windows, size, by_need, planned.prefetch_start)
     grow_offloads(tree, num_kernels, windows, size, by_release, planned.free_by)
     by_length = np.argsort(candidates["seconds"][rows], kind="stable")
-    _drop_unneeded(tree, num_kernels, windows, size, by_length, needed)
+    drop_unneeded(tree, num_kernels, windows, size, by_length, needed)
     by_need, by_release = by_need[needed[by_need]], by_release[needed[by_release]]
     grow_offloads(tree, num_kernels, windows, size, by_release, candidates["away_end"][rows])
     if prefetch_early:
@@ -198,7 +198,7 @@ def grow_offloads(
 
 
 @numba.njit(cache=True)
-def _drop_unneeded(
+def drop_unneeded(
     tree: IntArray,
     num_kernels: int,
     windows: Windows,

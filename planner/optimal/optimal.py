@@ -7,7 +7,8 @@
 3. Rounding to whole storages (:mod:`rounding`), repair where rounding left too much, exact times on
    the guide's timeline, then on the simulated one (:mod:`search`). Of a folded trace, the choice of
    the repeated turn is made for every turn, and times and verdict are of the whole trace.
-4. While time is left: the guide again with less memory, and with finer slots.
+4. While time is left: the guide again with less memory, and with finer slots; then without moves
+   that relieve nothing; then small changes (:mod:`local_search`).
 5. On traces of few kernels the greedy plan is made too, and the best of all is returned.
 
 Anytime: with a time limit, what has not been tried when it is over is left out; the first plan is
@@ -29,8 +30,10 @@ from teraio.errors import CapacityError
 from teraio.planner.drafts import draft_moves
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.optimal.guiding import Guiding
+from teraio.planner.optimal.local_search import search_locally
 from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.search import Found, Search
+from teraio.planner.optimal.starting import choice_of_plan
 from teraio.planner.plan_building import build_plan
 from teraio.simulator.engine_setup import check_feasible
 from teraio.traces.trace import Trace
@@ -41,6 +44,9 @@ GREEDY_KERNELS = 4_000
 
 _SETTINGS = 3
 """How many settings of the guide are tried without a time limit, where its program is small."""
+
+_MAX_CHANGES = 200
+"""Of the local search without a time limit, on tiny traces."""
 
 _TINY_KERNELS = 400
 """Traces with at most this many kernels get slots by layer, and slots of one kernel each."""
@@ -62,13 +68,16 @@ def plan_optimal(
     *,
     bandwidth_share: float = 1.0,
     time_limit: float | None = None,
+    start: Plan | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan found; see the module's text.
 
     ``hardware`` holds the budgets. ``bandwidth_share`` scales the rates that shape the plan, not
     those that predict it. ``time_limit`` is in seconds; without one, the search ends when its steps
-    are done. Raises InfeasibleError that names the kernel if one needs more than the GPU has,
+    are done. ``start`` is an earlier plan for the same trace, say for another budget: what it moves
+    is tried, and without a time limit instead of any guide. Raises InputError for a ``start`` of
+    another trace, InfeasibleError that names the kernel if one needs more than the GPU has,
     CapacityError if the tiers are too small.
     """
     started = time.monotonic()
@@ -78,7 +87,7 @@ def plan_optimal(
     if time_limit is not None:
         options["time_limit"] = time_limit
     report = progress or (lambda _: None)
-    made = _search(trace, hardware, bandwidth_share, deadline, options, report)
+    made = _search(trace, hardware, bandwidth_share, deadline, options, report, start)
     seconds = time.monotonic() - started
     return replace(made, metadata=replace(made.metadata, planning_seconds=seconds))
 
@@ -90,6 +99,7 @@ def _search(
     deadline: float | None,
     options: dict[str, Any],
     report: Progress,
+    start: Plan | None,
 ) -> Plan:
     """Choices until steps or time are over, and the best of them as a plan; on small traces the
     greedy plan if that is faster.
@@ -100,7 +110,7 @@ def _search(
         if problem.resident_bytes.max() <= problem.capacity_bytes:
             return build_plan(trace, Moves.empty(), hardware, planner="optimal", options=options)
         search = Search(problem, share, deadline)
-        _run_steps(search, report)
+        _run_steps(search, report, start)
         made, caught = _fastest_plan(hardware, search, options)
         best, error = _faster(best, made), error or caught
         if caught is None or problem.hardware.host.memory_bytes == 0 or search.is_over():
@@ -126,13 +136,26 @@ def _without_bounce_buffers(hardware: Hardware, rank: int, margin: float) -> Har
     return replace(hardware, ssd=tuple(ssds)).with_budgets(host_memory=int(margin * left))
 
 
-def _run_steps(search: Search, report: Progress) -> None:
+def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     """Steps 1 to 4 of the module's text."""
     search.try_longest_idle()
-    if search.is_over() or _is_ideal(search):
+    if start is not None:
+        search.try_choice(*choice_of_plan(search.problem, start), "an earlier plan")
+        search.try_without_needless()
+    if search.is_over() or _is_ideal(search) or (start is not None and search.deadline is None):
         return
     report("guiding")
     guiding = Guiding.of(search.problem, search.share)
+    _follow_guides(search, guiding)
+    search.try_without_needless()
+    if search.deadline is not None or guiding.problem.num_kernels <= _TINY_KERNELS:
+        report("searching locally")
+        most = None if search.deadline is not None else _MAX_CHANGES
+        search_locally(search, guiding.folded_row, most)
+
+
+def _follow_guides(search: Search, guiding: Guiding) -> None:
+    """Try what guides advise, setting by setting."""
     settings = _settings(guiding)
     if search.deadline is None and guiding.problem.num_kernels > _TINY_KERNELS:
         settings = settings[: _SETTINGS if guiding.is_small else 1]

@@ -15,8 +15,9 @@ import numpy as np
 
 from teraio.contracts.table import FloatArray, IntArray
 from teraio.planner.optimal.judging import judge
+from teraio.planner.optimal.occupancy import overfull_devices
 from teraio.planner.optimal.periods import STAYS, Problem
-from teraio.planner.optimal.timing import Timed, time_moves
+from teraio.planner.optimal.timing import Timed, needed_moves, time_moves
 from teraio.planner.optimal.wear import keeps_to_budgets, repair_within_budgets
 from teraio.traces.lifetimes import kernel_starts_seconds
 
@@ -83,6 +84,32 @@ class Search:
                 return None
             # A shorter iteration may write less: at last what even the ideal one may.
             seconds = best.seconds if best.seconds < _SHORTER * seconds else ideal_seconds
+
+    def try_change(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
+        """Repair, time and judge a choice once; kept if it is the fastest so far."""
+        best = self.best
+        seconds = self.problem.trace.ideal_seconds if best is None else best.seconds
+        repaired = repair_within_budgets(self.problem, device, seconds)
+        found = None if repaired is None else self._judged(repaired, starts, origin)
+        if found is None or (best is not None and found.seconds >= best.seconds):
+            return None
+        if not keeps_to_budgets(self.problem, found.device, found.seconds):
+            return None
+        if overfull_devices(self.problem, found.device).any():
+            return None
+        self.found.append(found)
+        return found
+
+    def try_without_needless(self) -> None:
+        """Let storages stay whose whole absence would fit into what memory is left."""
+        best = self.best
+        if best is None:
+            return
+        needed = needed_moves(self.problem, best.timed)
+        if not needed.all():
+            thinner = best.device.copy()
+            thinner[best.timed.rows[~needed]] = STAYS
+            self.try_choice(thinner, best.starts, f"{best.origin}, without needless moves")
 
     def _fastest(self, repaired: IntArray, starts: FloatArray, origin: str) -> Found | None:
         """Time and judge, on the timeline and on those that come of it."""

@@ -15,7 +15,7 @@ import numpy as np
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.optimal.periods import STAYS, Problem
 from teraio.planner.optimal.transfer_times import end_seconds
-from teraio.planner.retiming import Windows, grow_offloads, grow_prefetches
+from teraio.planner.retiming import Windows, drop_unneeded, grow_offloads, grow_prefetches
 from teraio.planner.slack_tree import slack_tree
 from teraio.traces.lifetimes import kernel_starts_seconds
 from teraio.units import PICOSECONDS_PER_SECOND
@@ -62,6 +62,19 @@ def time_moves(
     grow_offloads(tree, num_kernels, windows, size, by_release, free_by)
     grow_offloads(tree, num_kernels, windows, size, by_release, problem.away_end[rows])
     return Timed(rows, writes, windows)
+
+
+def needed_moves(problem: Problem, timed: Timed) -> BoolArray:
+    """Which moves relieve anything, bool (moves,): an absence that fits into what is left does not;
+    the shortest are given up first.
+    """
+    slack = problem.capacity_bytes - problem.resident_with(timed.rows, *timed.windows)
+    needed = np.ones(len(timed.rows), dtype=bool)
+    by_length = np.argsort(problem.seconds[timed.rows], kind="stable")
+    size = problem.relief_bytes[timed.rows]
+    windows = Windows(*(kernels.copy() for kernels in timed.windows))
+    drop_unneeded(slack_tree(slack), problem.num_kernels, windows, size, by_length, needed)
+    return needed
 
 
 def _wanted(
