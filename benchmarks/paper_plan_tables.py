@@ -37,7 +37,6 @@ _TITLES = {
 """Planners beside teraio's, in the order of the columns."""
 
 _PRODUCTS = {"fp32": "fp32", "tf32": "TF32"}
-_WHY_NOT = {"CapacityError": "too little host or SSD", "InfeasibleError": "one kernel is too large"}
 
 
 class Setting(NamedTuple):
@@ -216,9 +215,13 @@ def _fraction_of(row: Row) -> str:
 
 
 def _why_not(row: Row) -> str:
+    """A few words on why there is no plan (the row's note has all); a dash if nobody tried."""
     if "no_plan" not in row:
         return "-"
-    return _WHY_NOT.get(row["no_plan"]) or str(row["note"])
+    note = str(row["note"])
+    if row["no_plan"] == "timeout":
+        return note
+    return "GPU too small" if "of GPU memory" in note else "host or SSD too small"
 
 
 def _fraction(value: float | None) -> str:

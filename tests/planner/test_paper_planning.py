@@ -213,8 +213,30 @@ def test_plans_are_fractions_of_ideal_beside_the_papers(
     assert line["the paper's greedy"] == "80.0 %"
     assert line["G10"] == "50.0 % (3 evictions)"
     assert line["on demand"] == "40.0 %"
-    assert line["ZeRO-Offload"] == "too little host or SSD"
+    assert line["ZeRO-Offload"] == "host or SSD too small"
     assert line["the paper measured"] == "59.7 %"
+
+
+@pytest.mark.parametrize(
+    ("no_plan", "note", "words"),
+    [
+        ("CapacityError", "needs 9 bytes (9 B) of host", "host or SSD too small"),
+        ("CapacityError", "kernel 8 needs 9 bytes of GPU memory, because", "GPU too small"),
+        ("InfeasibleError", "kernel 8 alone needs 9 bytes of GPU memory", "GPU too small"),
+        ("timeout", "stopped after 600 s", "stopped after 600 s"),
+    ],
+)
+def test_why_there_is_no_plan(
+    tables: ModuleType,
+    make_row: Callable[..., dict[str, Any]],
+    no_plan: str,
+    note: str,
+    words: str,
+) -> None:
+    row = make_row("greedy", no_plan=no_plan, note=note)
+    del row["fraction_of_ideal"], row["planning_seconds"]
+    (line,) = _cells(tables.plans_table([row]))
+    assert line["the paper's greedy"] == words
 
 
 def test_a_setting_that_a_planner_has_not_seen_has_a_dash(
