@@ -57,6 +57,10 @@ _SPARE_SHARE = 0.01
 _HOST_MARGINS = (1.0, 0.97, 0.92, 0.85, 0.7)
 """Shares of the host budget to plan with, in turn, until packing leaves no hole too many."""
 
+_WORTH_PACKING = 1.005
+"""A plan is good enough if it takes so many times what the fastest choice would, which the tiers
+had no room for."""
+
 _CLOSE_TO_IDEAL = 1 + 1e-6
 
 Progress = Callable[[str], None]
@@ -114,6 +118,8 @@ def _search(
         made, caught = _fastest_plan(hardware, search, options)
         best, error = _faster(best, made), error or caught
         if caught is None or problem.hardware.host.memory_bytes == 0 or search.is_over():
+            break
+        if best is not None and best.predicted_seconds <= _WORTH_PACKING * _seconds_of(search):
             break
         if best is not None and trace.num_kernels > GREEDY_KERNELS:
             break
@@ -187,8 +193,12 @@ def _settings(guiding: Guiding) -> list[tuple[float, int]]:
 
 
 def _is_ideal(search: Search) -> bool:
-    ideal = search.problem.trace.ideal_seconds
-    return search.best is not None and search.best.seconds <= ideal * _CLOSE_TO_IDEAL
+    return _seconds_of(search) <= search.problem.trace.ideal_seconds * _CLOSE_TO_IDEAL
+
+
+def _seconds_of(search: Search) -> float:
+    """Of the fastest choice; infinite without any."""
+    return np.inf if search.best is None else search.best.seconds
 
 
 def _fastest_plan(

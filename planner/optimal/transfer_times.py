@@ -30,7 +30,8 @@ def end_seconds(
     Each device serves its transfers in order of release, cyclically. ``rates`` (bytes per second)
     and ``latency_seconds`` are per device.
     """
-    lap = np.floor(release_seconds / iteration_seconds)
+    # An iteration that takes no time has no laps.
+    lap = np.floor(release_seconds / (iteration_seconds or np.inf))
     within = release_seconds - lap * iteration_seconds
     order = np.lexsort((within, device))
     bounds = np.searchsorted(device[order], np.arange(len(rates) + 1))

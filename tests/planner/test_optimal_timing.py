@@ -77,6 +77,11 @@ def test_times_of_another_lap_keep_their_lap() -> None:
     assert ends([-1, 11], [10, 10], [0, 0], rates=[10.0]) == [0, 12]
 
 
+def test_iteration_that_takes_no_time() -> None:
+    """Kernels of 0 s: both laps begin at once, and the second waits for the first."""
+    assert ends([0, 0], [10, 10], [0, 0], rates=[10.0], iteration=0.0) == [3, 4]
+
+
 class Transfer(NamedTuple):
     """On a clock without end; ``which`` row it is of."""
 
