@@ -79,9 +79,9 @@ def plans_table(rows: Sequence[Row]) -> str:
         ours = found.get((setting, "optimal"), {})
         ideal = _ideal_seconds(setting, found.values())
         bound = ours.get("lower_bound_seconds")
-        highest = None if bound is None else ideal / bound
+        highest = None if ideal is None or bound is None else ideal / bound
         figures = [
-            format_seconds(ideal),
+            "-" if ideal is None else format_seconds(ideal),
             _fraction(highest),
             _fraction_of(ours),
             _points(ours.get("gap")),
@@ -194,9 +194,10 @@ def _limited(rows: Iterable[Row]) -> dict[float, dict[Setting, Row]]:
     return dict(sorted(found.items()))
 
 
-def _ideal_seconds(setting: Setting, rows: Iterable[Row]) -> float:
-    known = [row["ideal_seconds"] for row in rows if _key(row)[0] == setting]
-    return next(iter(known), float("nan"))
+def _ideal_seconds(setting: Setting, rows: Iterable[Row]) -> float | None:
+    """None if every planner was stopped before it could tell."""
+    known = [row.get("ideal_seconds") for row in rows if _key(row)[0] == setting]
+    return next((seconds for seconds in known if seconds is not None), None)
 
 
 def _papers(setting: Setting) -> str:
