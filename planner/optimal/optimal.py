@@ -119,6 +119,9 @@ def _search(
         best, error = _faster(best, made), error or caught
         if caught is None or problem.hardware.host.memory_bytes == 0 or search.is_over():
             break
+        if not search.found:
+            # Nothing fits, or within the write budgets: with less of the host even less would.
+            break
         if best is not None and best.predicted_seconds <= _WORTH_PACKING * _seconds_of(search):
             break
         if best is not None and trace.num_kernels > GREEDY_KERNELS:
