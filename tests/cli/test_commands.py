@@ -119,9 +119,28 @@ def test_plan_that_no_planner_can_make_is_exit_code_1(
         "plan", "small.trace", "--hardware", "g10", "--gpu-memory", "70MB", "-o", "small.plan"
     )
     assert result.exit_code == 1
-    assert result.stderr.startswith("teraio: error: ")
+    assert result.stderr.startswith("teraio: error: kernel 1 (op1) needs 80000000 bytes")
+    assert "70000000 bytes (70.0 MB) are available" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (folder / "small.plan").exists()
+
+
+def test_plan_in_next_to_no_time_says_what_was_proved(
+    folder: Path, teraio_json: Callable[..., Any], teraio: Callable[..., Result]
+) -> None:
+    """A valid plan, and a bound of the kind that it is."""
+    words = ("plan", "small.trace", *TIGHT, "--time-limit", "0.05")
+    data = teraio_json(*words, "-o", "small.plan")
+    assert data["moves"] > 0
+    assert data["bound_kind"] in ("ideal", "dual")
+    proved_more = data["lower_bound_seconds"] > data["ideal_seconds"] * (1 + 1e-9)
+    assert proved_more == (data["bound_kind"] != "ideal")
+    verdict = teraio_json("verify", "small.trace", "small.plan")
+    assert verdict["valid"]
+    assert verdict["fits"]
+    shown = teraio(*words).stdout
+    assert "gap to the bound" in shown
+    assert "(ideal)" in shown or "(dual)" in shown
 
 
 def test_unknown_planner_is_bad_usage(folder: Path, teraio: Callable[..., Result]) -> None:
