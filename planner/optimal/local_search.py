@@ -26,6 +26,7 @@ def search_locally(search: Search, group: IntArray, max_changes: int | None) -> 
     """
     random = np.random.default_rng(_SEED)
     best = search.best
+    begun = "" if best is None else best.origin
     tried = 0
     while best is not None and not search.is_over():
         if max_changes is not None and tried >= max_changes:
@@ -34,7 +35,7 @@ def search_locally(search: Search, group: IntArray, max_changes: int | None) -> 
         changed = _change(search.problem, best, group, random)
         if changed is None:
             return
-        found = search.try_change(changed, best.starts, f"{best.origin}, local search")
+        found = search.try_change(changed, best.starts, f"{begun}, local search")
         if found is not None and found.seconds < best.seconds:
             best = found
 
@@ -48,6 +49,8 @@ def _change(
     if waits.sum() <= 0:
         return None
     open_devices = [STAYS, *np.flatnonzero(problem.machine.capacity_bytes > 0).tolist()]
+    if len(open_devices) == 1:
+        return None
     for row in _rows_in_the_way(problem, waits, random):
         others = [device for device in open_devices if device != best.device[row]]
         changed = best.device.copy()

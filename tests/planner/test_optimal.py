@@ -185,6 +185,7 @@ def test_tiers_too_small_are_an_error(one_tensor: Trace, make_hardware: MakeHard
     for hardware in (
         make_hardware(100, host_bytes=99, capacity_bytes=99),
         make_hardware(100, host_bytes=0, num_ssds=0),
+        make_hardware(100, host_bytes=0, num_ssds=0, host_rate=10.0),
     ):
         with pytest.raises(CapacityError):
             plan_optimal(one_tensor, hardware)
