@@ -42,6 +42,8 @@ class Options:
     share: float
     host_memory: str
     fused: bool
+    planner: str
+    transform: str | None
     device: str
 
     @property
@@ -203,6 +205,8 @@ def parse_options() -> Options:
     parser.add_argument("--share", type=float, default=0.8)
     parser.add_argument("--host-memory", default="24GB")
     parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--planner", default="optimal")
+    parser.add_argument("--transform", help="such as optimizer-in-backward")
     parser.add_argument("--smoke", action="store_true", help="toy size on the CPU")
     given = vars(parser.parse_args())
     if given.pop("smoke"):
@@ -221,7 +225,9 @@ def main() -> None:
     trace, profiling = run_profiled(options)
     hardware = machine(options, trace)
     print(hardware.to_toml())
-    plan = teraio.plan(trace, hardware)
+    plan = teraio.plan(
+        trace, hardware, planner=options.planner, transform=options.transform, bound=True
+    )
     predicted = teraio.simulate(trace, plan, hardware, record=False)
     executed = run_executed(options, plan)
     print(json.dumps(figures(plain, again, trace, profiling, plan, executed), indent=1))

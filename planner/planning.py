@@ -31,6 +31,7 @@ Progress = Callable[[str], None]
 """Told in a few words what a planner is doing."""
 
 _SEARCH_SHARE = 0.8
+_AT_IDEAL = 1 + 1e-9
 _LEAST_BOUND_SHARE = 0.2
 """Of a time limit: what the search may use, and what the bound gets at least."""
 
@@ -128,6 +129,8 @@ def _check_plan(trace: Trace, made: Plan, planner: str) -> None:
 
 def _with_bound(trace: Trace, made: Plan, time_limit: float | None) -> Plan:
     """The plan with the bound on any plan for its hardware and budgets, at full rates."""
+    if made.predicted_seconds <= trace.ideal_seconds * _AT_IDEAL:
+        return made  # Its bound is the ideal, and nothing would make it faster.
     found = lower_bound(trace, made.hardware, time_limit=time_limit)
     metadata = replace(
         made.metadata,

@@ -35,6 +35,12 @@ _HOST_PRICE = 1.1e-6
 """Cost per byte unit moved, on the scale of seconds: just enough to choose among equals."""
 
 
+_HASTE_PRICE = 2e-6
+_SHORT_SHARE = 0.01
+"""Among equals, long gaps are better: they bear late transfers. Gaps below this share of the
+iteration are short."""
+
+
 @dataclass(frozen=True, eq=False)
 class Guide:
     """``stretch`` float64 (K,): how much longer each kernel's time becomes with its stalls.
@@ -55,12 +61,14 @@ def solve_guide(
     folding: Folding | None,
     *,
     spare_bytes: int = 0,
+    unhurried: bool = True,
     time_limit: float | None = None,
 ) -> Guide | None:
     """Solve the guide; None if no solution was found, or if there is nothing to decide.
 
-    ``spare_bytes`` of the GPU are not to be used. Where slots are too coarse, or tiers too small,
-    for all bytes to be away that should be, some are not: repair sees to them.
+    ``spare_bytes`` of the GPU are not to be used; ``unhurried``: among equals, long gaps first.
+    Where slots are too coarse, or tiers too small, for all bytes to be away that should be, some
+    are not: repair sees to them.
     """
     gaps = gap_classes(problem.trace, slots, with_tails=True, only=_worth_moving(problem))
     if len(gaps) == 0 or problem.machine.capacity_bytes.max() <= 0:
@@ -68,7 +76,7 @@ def solve_guide(
     repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
     deadline = None if time_limit is None else time.monotonic() + time_limit
     for writer_class in (GuideWriter, LackingWriter):
-        fluid = _formulate(problem, slots, gaps, spare_bytes, writer_class)
+        fluid = _formulate(problem, slots, gaps, spare_bytes, unhurried, writer_class)
         if repeated is not None:
             fluid = _repeating(fluid, repeated)
         fluid = limit_guide(fluid, problem, slots, repeated)
@@ -86,6 +94,7 @@ def _formulate(
     slots: Slots,
     gaps: GapClasses,
     spare_bytes: int,
+    unhurried: bool,
     writer_class: type[ProgramWriter],
 ) -> FluidProgram:
     trace = problem.trace
@@ -98,7 +107,7 @@ def _formulate(
         trace.peak_live_bytes,
         writer_class=writer_class,
     )
-    return _priced(fluid)
+    return _priced(fluid, _haste(slots, gaps) if unhurried else np.zeros(len(gaps)))
 
 
 def _worth_moving(problem: Problem) -> BoolArray:
@@ -112,13 +121,26 @@ def _worth_moving(problem: Problem) -> BoolArray:
     return result
 
 
-def _priced(fluid: FluidProgram) -> FluidProgram:
-    """With a small price on traffic, and copies without the limit of those that residency keeps."""
+def _haste(slots: Slots, gaps: GapClasses) -> FloatArray:
+    """Near 1 for gaps that leave little time, near 0 for long ones, float64 (gaps,)."""
+    ends = np.r_[0.0, np.cumsum(slots.seconds)]
+    lap, slot = np.divmod(np.stack((gaps.release, gaps.due)), len(slots))
+    begin, end = ends[slot] + lap * ends[-1]
+    result: FloatArray = 1 / (1 + np.maximum(end - begin, 0.0) / (_SHORT_SHARE * ends[-1]))
+    return result
+
+
+def _priced(fluid: FluidProgram, haste: FloatArray) -> FluidProgram:
+    """With small prices on traffic and haste, and copies without the limit of those that residency
+    keeps.
+    """
     cost, upper = fluid.program.cost.copy(), fluid.program.column_upper.copy()
     for tier, columns in zip(fluid.tiers, fluid.tier_columns, strict=True):
         price = _HOST_PRICE if tier.name == HOST else _TRAFFIC_PRICE
         cost[columns.written] += price
         cost[columns.read] += price
+        cost[columns.delta] += _HASTE_PRICE * haste
+        cost[columns.kappa] += _HASTE_PRICE * haste[fluid.serves]
         upper[columns.kept] = np.inf
     return replace(fluid, program=replace(fluid.program, cost=cost, column_upper=upper))
 

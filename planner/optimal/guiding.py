@@ -78,11 +78,13 @@ class Guiding:
         *,
         slot_seconds: float,
         spare_bytes: int = 0,
+        unhurried: bool = True,
         deadline: float | None = None,
     ) -> Advice | None:
         """Solve and round; None if no solution was found in time.
 
-        ``slot_seconds`` limits slots in ideal time; ``spare_bytes`` of the GPU are left out.
+        ``slot_seconds`` limits slots in ideal time; ``spare_bytes`` of the GPU are left out;
+        ``unhurried``: among equals, long gaps are moved first.
         """
         time_limit = None
         if deadline is not None:
@@ -92,7 +94,12 @@ class Guiding:
         folded = self.folded
         slots = guide_slots(folded.trace, slot_seconds, _SLOTS_BYTES_SHARE * folded.capacity_bytes)
         guide = solve_guide(
-            folded, slots, self.folding, spare_bytes=spare_bytes, time_limit=time_limit
+            folded,
+            slots,
+            self.folding,
+            spare_bytes=spare_bytes,
+            unhurried=unhurried,
+            time_limit=time_limit,
         )
         if guide is None:
             return None

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,11 +39,13 @@ from teraio.simulator.engine_setup import check_feasible
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes
 
-GREEDY_KERNELS = 4_000
+GREEDY_KERNELS = 10_000
 """Traces with at most this many kernels are planned by the greedy too."""
 
-_SETTINGS = 3
-"""How many settings of the guide are tried without a time limit, where its program is small."""
+_SETTINGS = 5
+_SETTINGS_OF_LARGE = 2
+"""How many settings of the guide are tried without a time limit, where its program is small, and
+where it is not."""
 
 _MAX_CHANGES = 200
 """Of the local search without a time limit, on tiny traces."""
@@ -60,6 +62,9 @@ _HOST_MARGINS = (1.0, 0.97, 0.92, 0.85, 0.7)
 _WORTH_PACKING = 1.005
 """A plan is good enough if it takes so many times what the fastest choice would, which the tiers
 had no room for."""
+
+_AS_FAST = 2e-4
+"""Of two plans that differ less, the greedy one is taken: it moves less."""
 
 _CLOSE_TO_IDEAL = 1 + 1e-6
 
@@ -115,6 +120,7 @@ def _search(
             return build_plan(trace, Moves.empty(), hardware, planner="optimal", options=options)
         search = Search(problem, share, deadline)
         _run_steps(search, report, start)
+        search.prefetch_earlier()
         made, caught = _fastest_plan(hardware, search, options)
         best, error = _faster(best, made), error or caught
         if caught is None or problem.hardware.host.memory_bytes == 0 or search.is_over():
@@ -167,31 +173,48 @@ def _follow_guides(search: Search, guiding: Guiding) -> None:
     """Try what guides advise, setting by setting."""
     settings = _settings(guiding)
     if search.deadline is None and guiding.problem.num_kernels > _TINY_KERNELS:
-        settings = settings[: _SETTINGS if guiding.is_small else 1]
-    for slot_seconds, spare_bytes in settings:
-        advice = guiding.advise(
-            slot_seconds=slot_seconds, spare_bytes=spare_bytes, deadline=search.deadline
-        )
+        settings = settings[: _SETTINGS if guiding.is_small else _SETTINGS_OF_LARGE]
+    for setting in settings:
+        advice = guiding.advise(**setting._asdict(), deadline=search.deadline)
         if advice is not None:
-            origin = f"guide, slots of {slot_seconds:.3g} s, {format_bytes(spare_bytes)} spare"
-            search.try_choice(advice.device, advice.starts, origin)
+            search.try_choice(advice.device, advice.starts, str(setting))
         if search.is_over() or _is_ideal(search):
             return
 
 
-def _settings(guiding: Guiding) -> list[tuple[float, int]]:
-    """Seconds of a slot and spare bytes of the GPU, in the order in which they are worth trying.
+class _Setting(NamedTuple):
+    """Of a guide: seconds of its slots at most, spare bytes of the GPU, long gaps first."""
 
-    Whole tensors in flight take memory that a fluid does not, so less than all may plan better.
+    slot_seconds: float
+    spare_bytes: int
+    unhurried: bool
+
+    def __str__(self) -> str:
+        spare = format_bytes(self.spare_bytes)
+        order = ", long gaps first" if self.unhurried else ""
+        return f"guide, slots of {self.slot_seconds:.3g} s, {spare} spare{order}"
+
+
+def _settings(guiding: Guiding) -> list[_Setting]:
+    """What is worth trying, in that order.
+
+    Whole tensors in flight take memory that a fluid does not, so less than all may plan better;
+    and a program has many solutions of one value, of which some round better than others.
     """
     spare_bytes = int(_SPARE_SHARE * guiding.problem.capacity_bytes)
     iteration = guiding.folded.trace.ideal_seconds
-    settings = [(iteration, spare_bytes), (iteration, 0)]
-    if guiding.problem.num_kernels <= _TINY_KERNELS:
-        return [*settings, (0.0, 0), (0.0, spare_bytes)]
-    settings += [(iteration / 500, 0)]
-    settings += [(iteration / 500, spare_bytes), (iteration, 2 * spare_bytes)]
-    settings += [(iteration / 1500, part * spare_bytes // 2) for part in (1, 2, 3, 4)]
+    slots = (iteration, 0.0) if guiding.problem.num_kernels <= _TINY_KERNELS else (iteration,)
+    settings = [
+        _Setting(seconds, spare, unhurried)
+        for seconds in slots
+        for unhurried in (True, False)
+        for spare in (spare_bytes, 0)
+    ]
+    if guiding.problem.num_kernels > _TINY_KERNELS:
+        settings.sort(key=lambda setting: -setting.spare_bytes)
+        settings += [_Setting(iteration / 500, spare, False) for spare in (0, spare_bytes)]
+        settings += [_Setting(iteration, 2 * spare_bytes, unhurried) for unhurried in (True, False)]
+        settings += [_Setting(iteration / 1500, n * spare_bytes // 2, True) for n in (1, 2, 3, 4)]
     return settings
 
 
@@ -244,7 +267,7 @@ def _with_greedy(
         has_write_budgets = bool(hardware.write_budgets(trace.metadata.rank))
         # Only the greedy's error says what a write budget would have to be.
         raise (caught if has_write_budgets else error or caught) from None
-    if best is None or greedy.predicted_seconds < best.predicted_seconds:
+    if best is None or greedy.predicted_seconds < best.predicted_seconds * (1 + _AS_FAST):
         return _named_optimal(greedy, options)
     return best
 

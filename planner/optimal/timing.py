@@ -39,16 +39,22 @@ def stretched_starts(problem: Problem, stretch: FloatArray) -> FloatArray:
 
 
 def time_moves(
-    problem: Problem, device: IntArray, starts: FloatArray, share: float = 1.0
+    problem: Problem,
+    device: IntArray,
+    starts: FloatArray,
+    share: float = 1.0,
+    lead_seconds: float = 0.0,
 ) -> Timed | None:
     """Windows for a choice on a timeline; None if the choice does not fit however long the absence.
 
     ``starts`` float64 (K + 1,) is when each kernel's gap begins, ``share`` the share of all rates
-    to count on.
+    to count on. Prefetches start ``lead_seconds`` before they have to, where memory allows.
     """
     rows = np.flatnonzero(device != STAYS)
     writes = problem.writes(device)[rows]
-    free_by, prefetch_start = _wanted(problem, rows, device[rows], writes, starts, share)
+    free_by, prefetch_start = _wanted(
+        problem, rows, device[rows], writes, starts, share, lead_seconds
+    )
     windows = Windows(problem.away_first[rows].copy(), problem.away_end[rows].copy())
     slack = problem.capacity_bytes - problem.resident_with(rows, *windows)
     if slack.min() < 0:
@@ -84,6 +90,7 @@ def _wanted(
     writes: BoolArray,
     starts: FloatArray,
     share: float,
+    lead_seconds: float = 0.0,
 ) -> tuple[IntArray, IntArray]:
     """Kernels, unrolled, by which writes have ended, and before which reads must be issued."""
     clock = _Clock(problem, starts)
@@ -108,7 +115,7 @@ def _wanted(
         )
     first, last = problem.away_first[rows], problem.away_end[rows]
     free_by = np.where(writes, np.clip(clock.kernel_after(written), first, last - 1), first)
-    prefetch_start = np.clip(clock.kernel_before(begun), free_by + 1, last)
+    prefetch_start = np.clip(clock.kernel_before(begun - lead_seconds), free_by + 1, last)
     return free_by, np.where(problem.is_tail[rows], last, prefetch_start)
 
 
