@@ -80,19 +80,14 @@ def plan(
     report(f"planning ({planner})")
     started = time.monotonic()
     transformed = trace if transform is None else transform_trace(trace, transform)
-    if start is None:
-        result = PLANNERS[planner](transformed, budgeted, bandwidth_share, time_limit)
-    else:
-        earlier = start if isinstance(start, Plan) else Plan.load(start)
-        result = _optimal(transformed, budgeted, bandwidth_share, time_limit, earlier)
+    make = PLANNERS[planner] if start is None else _starting_from(start)
+    result = make(transformed, budgeted, bandwidth_share, time_limit)
     if transform is not None:
         result = plan_of_original(result, trace, transform)
     check_endurance(result)
     if bound:
         report("bounding")
-        left = None
-        if time_limit is not None:
-            left = max(time_limit - (time.monotonic() - started), _LEAST_BOUND_SHARE * time_limit)
+        left = _left_of(time_limit, started)
         result = _with_bound(trace_of_plan(trace, result), result, left)
     report("verifying")
     _check_plan(trace, result, planner)
@@ -127,6 +122,13 @@ def _check_plan(trace: Trace, made: Plan, planner: str) -> None:
         raise RuntimeError(f"planner {planner} made a plan that does not verify: {violation}")
 
 
+def _left_of(time_limit: float | None, started: float) -> float | None:
+    """Seconds for the bound, of a limit that began at ``started``."""
+    if time_limit is None:
+        return None
+    return max(time_limit - (time.monotonic() - started), _LEAST_BOUND_SHARE * time_limit)
+
+
 def _with_bound(trace: Trace, made: Plan, time_limit: float | None) -> Plan:
     """The plan with the bound on any plan for its hardware and budgets, at full rates."""
     if made.predicted_seconds <= trace.ideal_seconds * _AT_IDEAL:
@@ -149,6 +151,12 @@ def _silent(_: str) -> None:
 
 def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float | None) -> Plan:
     return plan_greedy(trace, hardware, bandwidth_share=bandwidth_share)
+
+
+def _starting_from(start: Plan | str | Path) -> Planner:
+    """Planner optimal with an earlier plan to begin with."""
+    earlier = start if isinstance(start, Plan) else Plan.load(start)
+    return lambda *arguments: _optimal(*arguments, earlier)
 
 
 def _optimal(
