@@ -17,7 +17,7 @@ from teraio.planner.plot_comparison import plot_comparison
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 HARDWARE = "paper"
-PLANNERS = ["ideal", "greedy", "on-demand"]
+PLANNERS = ["ideal", "optimal", "greedy", "on-demand"]
 
 
 def make_images() -> None:

@@ -156,7 +156,7 @@ def _greedy(trace: Trace, hardware: Hardware, bandwidth_share: float, _: float |
 def _starting_from(start: Plan | str | Path) -> Planner:
     """Planner optimal with an earlier plan to begin with."""
     earlier = start if isinstance(start, Plan) else Plan.load(start)
-    return lambda *arguments: _optimal(*arguments, earlier)
+    return lambda trace, hardware, share, limit: _optimal(trace, hardware, share, limit, earlier)
 
 
 def _optimal(
@@ -202,7 +202,7 @@ def _from_policy(make: Policy) -> Planner:
 
 PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
     {
-        "optimal": lambda *arguments: _optimal(*arguments),
+        "optimal": lambda trace, hardware, share, limit: _optimal(trace, hardware, share, limit),
         "greedy": _greedy,
         "milp": _milp,
         "ideal": _ideal,

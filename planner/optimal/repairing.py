@@ -1,9 +1,9 @@
 """Further periods leave until everything fits: exact in index space, longest idle first.
 
 A sweep over the kernels. Where one still finds too many bytes, the periods that hold it leave in
-order of their length, as Belady's rule has it: to a device that has a copy, else to the one that
-would have moved it first after all that it has to move. It ends with a choice that fits, or with
-the kernel at which nothing is left to leave.
+order of their length, as Belady's rule has it, small ones last: to a device that has a copy, else
+to the one that would have moved it first after all that it has to move. It ends with a choice that
+fits, or with the kernel at which nothing is left to leave.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 from teraio.contracts.table import BoolArray, FloatArray, IntArray
 from teraio.planner.optimal.occupancy import overfull_devices
 from teraio.planner.optimal.periods import STAYS, Problem
+
+_SMALL_SHARE = 1e-4
+"""Of the GPU's memory: what hardly relieves anything, and costs a transfer all the same."""
 
 
 def repair(problem: Problem, device: IntArray) -> IntArray | None:
@@ -51,7 +54,8 @@ def _with_further(
     busy_seconds[closed] = np.inf
     result = device.copy()
     stays = device == STAYS
-    order = np.argsort(-problem.seconds[stays], kind="stable")
+    is_small = problem.relief_bytes < _SMALL_SHARE * problem.capacity_bytes
+    order = np.lexsort((-problem.seconds[stays], is_small[stays]))
     candidates = np.flatnonzero(stays)[order]
     lap = problem.away_first // problem.num_kernels * problem.num_kernels
     fits = _sweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,8 @@ class Training:
         is_given: bool = True,
     ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
         """Losses, final parameters and states, and the report of a run under a plan."""
+        # What earlier runs leave on a GPU counts in the budget of this one.
+        gc.collect()
         model, optimizer = self.build()
         step = step or self.step
         if plan is None:
@@ -130,9 +133,12 @@ class Training:
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    """Parameters and states, on the CPU: what a test keeps must not fill a GPU."""
+    tensors = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     for number, state in enumerate(optimizer.state.values()):
-        tensors |= {f"{number}.{k}": v.clone() for k, v in state.items() if torch.is_tensor(v)}
+        tensors |= {
+            f"{number}.{k}": v.cpu().clone() for k, v in state.items() if torch.is_tensor(v)
+        }
     return tensors
 
 
