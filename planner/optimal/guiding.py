@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from teraio.contracts.hardware import Hardware, Host, Link, Ssd
 from teraio.contracts.table import FloatArray, IntArray
 from teraio.planner.optimal.guide import solve_guide
 from teraio.planner.optimal.periods import STAYS, Problem
@@ -20,15 +19,11 @@ from teraio.traces.folding import Folding, fold, map_periods
 FOLDED_MICRO_BATCHES = 5
 """Two turns before the one that stands for many, and as many after it, for a two-stage pipeline."""
 
-_RATES = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate")
-
 SMALL_KERNELS = 15_000
 """A folded trace with at most so many kernels has a guide of about a second."""
 
 _SLOTS_BYTES_SHARE = 1 / 6
 """Of the GPU's memory: what the optimizer's kernels of one slot may touch."""
-
-Part = TypeVar("Part", Host, Ssd, Link)
 
 
 class Advice(NamedTuple):
@@ -52,16 +47,14 @@ class Guiding:
     folded_row: IntArray
 
     @classmethod
-    def of(cls, problem: Problem, share: float) -> Guiding:
-        """Fold the trace if that saves micro-batches; ``share`` of all rates is counted on."""
-        slower = _with_rates(problem.hardware, share)
+    def of(cls, problem: Problem) -> Guiding:
+        """Fold the trace if that saves micro-batches."""
         folding = None
         if problem.trace.metadata.micro_batches > FOLDED_MICRO_BATCHES:
             folding = fold(problem.trace, FOLDED_MICRO_BATCHES)
         if folding is None:
-            same = replace(problem, hardware=slower)
-            return cls(problem, same, None, np.arange(len(problem.period)))
-        folded = Problem.of(folding.trace, slower)
+            return cls(problem, problem, None, np.arange(len(problem.period)))
+        folded = Problem.of(folding.trace, problem.hardware)
         row_of_period = np.full(len(folded.all_periods) + 1, STAYS)
         row_of_period[folded.period] = np.arange(len(folded.period))
         # A period without a counterpart (MISSING) meets the last entry.
@@ -106,22 +99,3 @@ class Guiding:
         chosen = np.r_[round_guide(folded, guide), STAYS]
         stretch = guide.stretch if self.folding is None else guide.stretch[self.folding.kernel]
         return Advice(chosen[self.folded_row], stretched_starts(self.problem, stretch))
-
-
-def _with_rates(hardware: Hardware, share: float) -> Hardware:
-    """The same machine with ``share`` of all its rates."""
-    if share == 1:
-        return hardware
-
-    def slower(part: Part) -> Part:
-        rates: dict[str, Any] = {name: share * getattr(part, name) for name in _RATES}
-        return replace(part, **rates)
-
-    memory_rate = hardware.host.memory_rate
-    memory_rate = None if memory_rate is None else share * memory_rate
-    return replace(
-        hardware,
-        link=tuple(slower(link) for link in hardware.link),
-        host=replace(slower(hardware.host), memory_rate=memory_rate),
-        ssd=tuple(slower(ssd) for ssd in hardware.ssd),
-    )

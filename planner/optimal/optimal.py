@@ -33,8 +33,10 @@ from teraio.planner.optimal.guiding import Guiding
 from teraio.planner.optimal.local_search import search_locally
 from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.search import Found, Search
+from teraio.planner.optimal.slower_rates import with_rates
 from teraio.planner.optimal.starting import choice_of_plan
 from teraio.planner.plan_building import build_plan
+from teraio.simulator import simulate
 from teraio.simulator.engine_setup import check_feasible
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes
@@ -82,12 +84,13 @@ def plan_optimal(
 ) -> Plan:
     """The fastest plan found; see the module's text.
 
-    ``hardware`` holds the budgets. ``bandwidth_share`` scales the rates that shape the plan, not
-    those that predict it. ``time_limit`` is in seconds; without one, the search ends when its steps
-    are done. ``start`` is an earlier plan for the same trace, say for another budget: what it moves
-    is tried, and without a time limit instead of any guide. Raises InputError for a ``start`` of
-    another trace, InfeasibleError that names the kernel if one needs more than the GPU has,
-    CapacityError if the tiers are too small.
+    ``hardware`` holds the budgets. ``bandwidth_share`` scales the rates that choose and time the
+    moves, not those that predict it. ``time_limit`` is in seconds; without one, the search ends
+    when its steps are done. ``start`` is an earlier plan for the same trace, say for another
+    budget: what it moves is tried, and without a time limit instead of any guide.
+
+    Raises InputError for a ``start`` of another trace, InfeasibleError that names the kernel if one
+    needs more than the GPU has, CapacityError if the tiers are too small.
     """
     started = time.monotonic()
     check_feasible(trace, hardware.gpu_of_rank(trace.metadata.rank).memory_bytes)
@@ -114,11 +117,13 @@ def _search(
     greedy plan if that is faster.
     """
     best, error = None, None
+    counted_on = with_rates(hardware, share)
     for margin in _HOST_MARGINS:
-        problem = Problem.of(trace, _without_bounce_buffers(hardware, trace.metadata.rank, margin))
+        usable = _without_bounce_buffers(counted_on, trace.metadata.rank, margin)
+        problem = Problem.of(trace, usable)
         if problem.resident_bytes.max() <= problem.capacity_bytes:
             return build_plan(trace, Moves.empty(), hardware, planner="optimal", options=options)
-        search = Search(problem, share, deadline)
+        search = Search(problem, deadline)
         _run_steps(search, report, start)
         search.prefetch_earlier()
         made, caught = _fastest_plan(hardware, search, options)
@@ -160,7 +165,7 @@ def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     if search.is_over() or _is_ideal(search) or (start is not None and search.deadline is None):
         return
     report("guiding")
-    guiding = Guiding.of(search.problem, search.share)
+    guiding = Guiding.of(search.problem)
     _follow_guides(search, guiding)
     search.try_without_needless()
     if search.deadline is not None or guiding.problem.num_kernels <= _TINY_KERNELS:
@@ -256,8 +261,11 @@ def _with_greedy(
     best: Plan | None,
     error: CapacityError | None,
 ) -> Plan:
-    """The faster of the best plan and the greedy's; raises CapacityError if there is neither."""
-    if best is not None and best.predicted_seconds <= trace.ideal_seconds * _CLOSE_TO_IDEAL:
+    """The faster of the best plan and the greedy's, at the rates counted on; raises CapacityError
+    if there is neither.
+    """
+    best_seconds = np.inf if best is None else _seconds_at(trace, best, hardware, share)
+    if best is not None and best_seconds <= trace.ideal_seconds * _CLOSE_TO_IDEAL:
         return best
     try:
         greedy = plan_greedy(trace, hardware, bandwidth_share=share)
@@ -267,9 +275,16 @@ def _with_greedy(
         has_write_budgets = bool(hardware.write_budgets(trace.metadata.rank))
         # Only the greedy's error says what a write budget would have to be.
         raise (caught if has_write_budgets else error or caught) from None
-    if best is None or greedy.predicted_seconds < best.predicted_seconds * (1 + _AS_FAST):
+    if best is None or _seconds_at(trace, greedy, hardware, share) < best_seconds * (1 + _AS_FAST):
         return _named_optimal(greedy, options)
     return best
+
+
+def _seconds_at(trace: Trace, made: Plan, hardware: Hardware, share: float) -> float:
+    """What an iteration takes at a share of the rates."""
+    if share == 1:
+        return made.predicted_seconds
+    return simulate(trace, made, with_rates(hardware, share), record=False).iteration_seconds
 
 
 def _named_optimal(greedy: Plan, options: dict[str, Any]) -> Plan:

@@ -47,13 +47,9 @@ class Found(NamedTuple):
 
 @dataclass
 class Search:
-    """Keeps choices for ``problem``; ``deadline`` is of ``time.monotonic``, or None.
-
-    ``share`` is the part of all rates that times count on; judged at full rates.
-    """
+    """Keeps choices for ``problem``; ``deadline`` is of ``time.monotonic``, or None."""
 
     problem: Problem
-    share: float = 1.0
     deadline: float | None = None
     found: list[Found] = field(default_factory=list)
 
@@ -127,7 +123,7 @@ class Search:
             return
         for part in _LEADS:
             lead_seconds = part * best.seconds
-            timed = time_moves(self.problem, best.device, best.timeline, self.share, lead_seconds)
+            timed = time_moves(self.problem, best.device, best.timeline, lead_seconds)
             if timed is None:
                 return
             judged = judge(self.problem, timed, best.device)
@@ -152,7 +148,7 @@ class Search:
         return best
 
     def _judged(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
-        timed = time_moves(self.problem, device, starts, self.share)
+        timed = time_moves(self.problem, device, starts)
         if timed is None:
             return None
         judged = judge(self.problem, timed, device)

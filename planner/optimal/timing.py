@@ -42,19 +42,16 @@ def time_moves(
     problem: Problem,
     device: IntArray,
     starts: FloatArray,
-    share: float = 1.0,
     lead_seconds: float = 0.0,
 ) -> Timed | None:
     """Windows for a choice on a timeline; None if the choice does not fit however long the absence.
 
-    ``starts`` float64 (K + 1,) is when each kernel's gap begins, ``share`` the share of all rates
-    to count on. Prefetches start ``lead_seconds`` before they have to, where memory allows.
+    ``starts`` float64 (K + 1,) is when each kernel's gap begins. Prefetches start ``lead_seconds``
+    before they have to, where memory allows.
     """
     rows = np.flatnonzero(device != STAYS)
     writes = problem.writes(device)[rows]
-    free_by, prefetch_start = _wanted(
-        problem, rows, device[rows], writes, starts, share, lead_seconds
-    )
+    free_by, prefetch_start = _wanted(problem, rows, device[rows], writes, starts, lead_seconds)
     windows = Windows(problem.away_first[rows].copy(), problem.away_end[rows].copy())
     slack = problem.capacity_bytes - problem.resident_with(rows, *windows)
     if slack.min() < 0:
@@ -89,7 +86,6 @@ def _wanted(
     device: IntArray,
     writes: BoolArray,
     starts: FloatArray,
-    share: float,
     lead_seconds: float = 0.0,
 ) -> tuple[IntArray, IntArray]:
     """Kernels, unrolled, by which writes have ended, and before which reads must be issued."""
@@ -108,8 +104,8 @@ def _wanted(
             sign * seconds[who],
             problem.num_bytes[rows[who]],
             device[who],
-            rates=machine.solo_rate[direction::2] * share,
-            link_rate=float(machine.link_solo_rate[direction]) * share,
+            rates=machine.solo_rate[direction::2],
+            link_rate=float(machine.link_solo_rate[direction]),
             latency_seconds=(machine.latency / PICOSECONDS_PER_SECOND)[direction::2],
             iteration_seconds=float(starts[-1]),
         )

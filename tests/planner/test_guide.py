@@ -126,7 +126,7 @@ def test_guide_whose_slots_are_too_coarse_still_advises(
 ) -> None:
     """In one slot for all kernels nothing can be away throughout; a plan is found all the same."""
     hardware = make_hardware(100, host_bytes=0)
-    guiding = Guiding.of(Problem.of(one_tensor, hardware), 1.0)
+    guiding = Guiding.of(Problem.of(one_tensor, hardware))
     advice = guiding.advise(slot_seconds=one_tensor.ideal_seconds)
     if advice is not None:
         assert repair(guiding.problem, advice.device) is not None
@@ -158,7 +158,7 @@ def test_repeated_turn_is_found_and_leaves_what_it_finds(make_hardware: MakeHard
     """Slots of whole turns, as many as were folded away and one; rows pair by pair a turn apart."""
     trace = folding_trace()
     problem = Problem.of(trace, pressed(trace, make_hardware))
-    guiding = Guiding.of(problem, 1.0)
+    guiding = Guiding.of(problem)
     folding, folded = guiding.folding, guiding.folded
     assert folding is not None
     assert folded.num_kernels == trace.num_kernels - folding.num_turns * folding.turn_kernels
@@ -186,7 +186,7 @@ def test_advice_for_a_folded_iteration_repeats_in_every_turn(make_hardware: Make
     """Of the turns that one stands for, each has the same number of moves at the same places."""
     trace = folding_trace()
     problem = Problem.of(trace, pressed(trace, make_hardware))
-    guiding = Guiding.of(problem, 1.0)
+    guiding = Guiding.of(problem)
     folding = guiding.folding
     assert folding is not None
     advice = guiding.advise(slot_seconds=trace.ideal_seconds)
@@ -206,7 +206,7 @@ def test_advice_for_a_folded_iteration_repeats_in_every_turn(make_hardware: Make
 def test_few_micro_batches_are_not_folded(make_hardware: MakeHardware) -> None:
     """At most as many as would be left."""
     trace = play(Habits(stages_after=1), FOLDED_MICRO_BATCHES)
-    guiding = Guiding.of(Problem.of(trace, pressed(trace, make_hardware)), 1.0)
+    guiding = Guiding.of(Problem.of(trace, pressed(trace, make_hardware)))
     assert guiding.folding is None
     assert guiding.folded_row.tolist() == list(range(len(guiding.problem.period)))
 

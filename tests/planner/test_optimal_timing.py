@@ -179,7 +179,9 @@ def timed_cases(random_trace: RandomTrace, count: int) -> list[tuple[Problem, In
         device = repair(problem, random_choice(problem, seed, share=0.2))
         if device is None:
             continue
-        timed = time_moves(problem, device, stretched(trace, seed), share=(1.0, 0.5)[seed % 2])
+        timed = time_moves(
+            problem, device, stretched(trace, seed), lead_seconds=(0.0, 1.0)[seed % 2]
+        )
         assert timed is not None, "what was repaired fits"
         result.append((problem, device, timed))
     return result
