@@ -18,6 +18,12 @@ MB = 10**6
 KERNEL_SECONDS = 0.01
 
 
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables as wide as in a pipe, whatever earlier tests of the process left behind."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def _small_trace() -> Trace:
     """Three layers of 40 MB activations over a 20 MB weight: 140 MB live at the turn, kernels 2, 3.
 

@@ -196,6 +196,8 @@ def test_interrupts(loop: Any, layers: Any, train: Any, machine: Any) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     interrupts = 0
     handler = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # A shell's background jobs begin with Ctrl-C ignored.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for plan in plans * 2:
             run = teraio.execute(plan, model, optimizer)
@@ -212,6 +214,7 @@ def test_interrupts(loop: Any, layers: Any, train: Any, machine: Any) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGINT, interrupt)
     assert interrupts >= 24
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, expected)
