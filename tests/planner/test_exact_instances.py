@@ -138,7 +138,7 @@ def better_machines(hardware: Hardware) -> Iterator[Hardware]:
     yield replace(hardware, ssd=(slow,))
 
 
-@pytest.mark.parametrize("planner", ["greedy", "milp", "ideal", "on-demand"])
+@pytest.mark.parametrize("planner", ["optimal", "greedy", "milp", "ideal", "on-demand"])
 def test_every_plan_verifies_and_none_beats_the_best(planner: str) -> None:
     """``plan`` raises if the verifier finds anything. Only the ideal one has its own GPU."""
     compared = 0
@@ -153,7 +153,7 @@ def test_every_plan_verifies_and_none_beats_the_best(planner: str) -> None:
             continue
         assert verify(tiny.trace, made).valid
         timeline = simulate(tiny.trace, made, record=False, max_iterations=LONG)
-        if planner in ("greedy", "milp"):
+        if planner in ("optimal", "greedy", "milp"):
             seconds = best.ticks / best.iterations
             assert timeline.iteration_seconds >= seconds * (1 - 1e-12), tiny.seed
         compared += 1
