@@ -66,7 +66,10 @@ class LazyGroup(click.Group):
 
 
 def _exit_with(ctx: click.Context, error: TeraioError) -> None:
-    click.echo(f"teraio: error: {' '.join(str(error).split())}", err=True)
+    where = "".join(
+        f" ({note.removeprefix('teraio: ')})" for note in getattr(error, "__notes__", ())
+    )
+    click.echo(f"teraio: error: {' '.join(str(error).split())}{where}", err=True)
     ctx.exit(error.exit_code)
 
 

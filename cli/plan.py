@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +10,16 @@ import click
 
 from teraio.cli.command import Reporter, command
 from teraio.cli.options import (
+    INPUT_PATH,
     gpu_memory_option,
     hardware_option,
     host_memory_option,
     output_option,
     ssd_years_option,
-    trace_argument,
 )
 from teraio.cli.result import Result
-from teraio.cli.tables import dollars, duration, facts, percent, size, years
+from teraio.cli.tables import dollars, duration, facts, grid, percent, size, years
+from teraio.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from teraio.contracts.plan import Plan
 
 
-@command("plan", example="teraio plan bert.trace --hardware g10 --gpu-memory 16GB -o bert.plan")
-@trace_argument
+@command(
+    "plan",
+    example="teraio plan bert.trace --hardware g10 --gpu-memory 16GB -o bert.plan\n"
+    "teraio plan gpt.rank0.trace gpt.rank1.trace --hardware node.toml -o gpt.plan",
+)
+@click.argument("traces", metavar="TRACE...", type=INPUT_PATH, nargs=-1, required=True)
 @hardware_option
 @output_option("The plan to write, e.g. bert.plan.", required=False)
 @click.option("--planner", default="optimal", show_default=True, help="Who decides.")
@@ -60,10 +65,23 @@ if TYPE_CHECKING:
     help="Prove how fast any plan could be, and what more memory or bandwidth would be worth; "
     "optimal does so unless told not to.",
 )
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    help="With traces of several ranks: how many share a node [default: all, or as it has GPUs].",
+)
 def plan(
-    reporter: Reporter, trace: Path, hardware: str, output: Path | None, **options: Any
+    reporter: Reporter,
+    traces: tuple[Path, ...],
+    hardware: str,
+    output: Path | None,
+    ranks_per_node: int | None,
+    **options: Any,
 ) -> Result:
     """Decide which storages leave the GPU when, and predict the iteration.
+
+    Traces of several ranks give a plan for each, made for its fair share of what they share:
+    gpt.rank0.plan and so on, or where -o says {rank}. --host-memory is then for all of a node.
 
     Exit code 1 if no plan can work: one kernel alone needs more memory than the GPU has, or the
     SSDs must be written more than they may be.
@@ -72,7 +90,11 @@ def plan(
     from teraio.planner import plan_summary
     from teraio.traces.trace import Trace
 
-    loaded = Trace.load(trace)
+    if len(traces) > 1 or ranks_per_node is not None:
+        options["ranks_per_node"] = ranks_per_node
+        return _plan_ranks(reporter, traces, hardware, output, options)
+    _refuse_overwriting(traces, output)
+    loaded = Trace.load(traces[0])
     with reporter.progress("Planning") as progress:
         made = make_plan(loaded, hardware, progress=progress, **options)
     if output is not None:
@@ -80,6 +102,63 @@ def plan(
     summary = plan_summary(made)
     data = {**summary, "moves": len(made.moves), "file": output}
     return Result(data, lambda console: _show(console, made, summary, output))
+
+
+def _refuse_overwriting(traces: Sequence[Path], output: Path | None) -> None:
+    for trace in traces:
+        if output is not None and output.exists() and trace.exists() and output.samefile(trace):
+            raise InputError(f"{output}: is both an input and an output of this command")
+
+
+def _plan_ranks(
+    reporter: Reporter,
+    paths: Sequence[Path],
+    hardware: str,
+    output: Path | None,
+    options: Mapping[str, Any],
+) -> Result:
+    """One plan for each trace; the training is as fast as its slowest rank."""
+    from teraio.contracts.rank_paths import path_of_rank
+    from teraio.planner import plan_summary
+    from teraio.planner.rank_shares import plan_ranks
+    from teraio.traces.trace import Trace
+
+    traces = [Trace.load(path) for path in paths]
+    files = [output and path_of_rank(output, trace.metadata.rank) for trace in traces]
+    for file in files:
+        _refuse_overwriting(paths, file)
+    with reporter.progress("Planning") as progress:
+        plans = plan_ranks(traces, hardware, progress=progress, **options)
+    rows = []
+    for made, file in zip(plans, files, strict=True):
+        rank = made.metadata.rank
+        if file is not None:
+            made.save(file)
+        rows.append({"rank": rank, **plan_summary(made), "moves": len(made.moves), "file": file})
+    slowest = max(rows, key=lambda row: row["predicted_seconds"])
+    data = {
+        "predicted_seconds": slowest["predicted_seconds"],
+        "slowest_rank": slowest["rank"],
+        "rows": rows,
+    }
+    return Result(data, lambda console: _show_ranks(console, rows, plans))
+
+
+def _show_ranks(console: Console, rows: Sequence[Mapping[str, Any]], plans: Sequence[Plan]) -> None:
+    headings = ("rank", "predicted", "of ideal", "peak on the GPU", "host", "moves", "file")
+    table = [
+        (
+            str(row["rank"]),
+            duration(row["predicted_seconds"]),
+            percent(row["fraction_of_ideal"]),
+            _of(row["peak_gpu_bytes"], made.metadata.gpu_memory_bytes),
+            _of(row["peak_host_bytes"], made.metadata.host_memory_bytes),
+            f"{row['moves']:,}",
+            str(row["file"] or "not saved (no -o)"),
+        )
+        for row, made in zip(rows, plans, strict=True)
+    ]
+    console.print(grid("plans of ranks", headings, table))
 
 
 def _show(console: Console, plan: Plan, summary: Mapping[str, Any], output: Path | None) -> None:

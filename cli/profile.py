@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     cls=ScriptCommand,
     options_metavar="-o TRACE [OPTIONS]",
     example="teraio profile -o gpt.trace train.py --batch-size 4\n"
-    "teraio profile -o gpt2.trace --model tiny-gpt2",
+    "teraio profile -o gpt2.trace --model tiny-gpt2\n"
+    "torchrun --nproc-per-node 2 --no-python teraio profile -o gpt.trace train.py",
 )
 @output_option("The trace to write, e.g. gpt.trace.")
 @click.option("--model", metavar="NAME", help="Record a reference model; no SCRIPT then.")
@@ -45,8 +46,11 @@ def profile(
     """Record one steady iteration of a training script, or of a reference model.
 
     SCRIPT runs unmodified, as "python SCRIPT ARGS" would, until the iteration is recorded. Options
-    of teraio stand before SCRIPT; everything after it is the script's.
+    of teraio stand before SCRIPT; everything after it is the script's. Under torchrun each rank
+    writes its own trace: gpt.rank0.trace and so on, or where -o says {rank}.
     """
+    from teraio.contracts.rank_paths import path_of_rank
+
     given = {name: value for name, value in model_options.items() if value is not None}
     if (script is None) == (model is None):
         raise click.UsageError("give either a SCRIPT or --model NAME")
@@ -54,6 +58,8 @@ def profile(
         option = next(iter(given)).replace("_", "-")
         raise click.UsageError(f"--{option} goes with --model; SCRIPT sets its own")
     trace = _profile(reporter, model, script, list(arguments), given)
+    if trace.metadata.world_size > 1:
+        output = path_of_rank(output, trace.metadata.rank)
     trace.save(output)
     return trace_result(trace, output)
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     cls=ScriptCommand,
     leading=1,
     example="teraio run gpt.plan train.py --batch-size 4\n"
-    "teraio run --gpu-memory 8GB --ssd-path /mnt/nvme gpt.plan train.py",
+    "teraio run --gpu-memory 8GB --ssd-path /mnt/nvme gpt.plan train.py\n"
+    "torchrun --nproc-per-node 2 --no-python teraio run gpt.plan train.py",
 )
 @gpu_memory_option
 @host_memory_option
@@ -62,11 +63,15 @@ def run(
     """Run a training script under a plan, as "python SCRIPT ARGS" would otherwise.
 
     Budgets are the plan's unless given. Options of teraio stand before SCRIPT; everything after it
-    is the script's. Results of the training are the same, bit for bit.
+    is the script's. Results of the training are the same, bit for bit. Under torchrun each rank
+    runs its own plan: PLAN is the name that "teraio plan" was given for all, or contains {rank}.
     """
     from teraio.contracts.plan import Plan
+    from teraio.contracts.rank_paths import plan_path_of_rank
     from teraio.executor import run_script
+    from teraio.executor.ranks import current_rank
 
+    plan = plan_path_of_rank(plan, *current_rank())
     loaded = Plan.load(plan)
     report = run_script(
         loaded,

@@ -20,6 +20,15 @@ from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
 from teraio.executor.optimizer_in_backward import OptimizerInBackward
+from teraio.executor.ranks import (
+    PlanChoice,
+    check_device,
+    check_rank,
+    current_rank,
+    name_rank,
+    plan_of_this_rank,
+    use_device_of_rank,
+)
 from teraio.executor.read_guard import ReadGuard
 from teraio.executor.report import RunReport as RunReport
 from teraio.executor.report import make_report
@@ -88,6 +97,8 @@ class Execution:
     def __enter__(self) -> Self:
         if self._mode is not None:
             raise InputError("execute: a run is entered once; call teraio.execute again")
+        check_rank(self.plan, *current_rank())
+        check_device(self._models)
         with ExitStack() as stack:
             stack.enter_context(exact_blocks(self._device_type))
             tiers = self._open_tiers()
@@ -114,6 +125,8 @@ class Execution:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if isinstance(exception[1], Exception):
+            name_rank(exception[1])
         try:
             self._stack.__exit__(*exception)
         finally:
@@ -213,7 +226,7 @@ class Execution:
 
 
 def execute(
-    plan: Plan | str | Path,
+    plan: PlanChoice,
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
@@ -228,12 +241,12 @@ def execute(
     Budgets default to the plan's, ``ssd_path`` to the plan's hardware, then a temporary folder.
     ``on_drift``: ``fetch`` goes on and fetches on demand, ``stop`` raises DriftError. Without
     ``model`` and ``optimizer`` both are noticed as they run. ``device`` is the one whose memory is
-    planned: the model's, else the plan's. Raises InputError for an invalid plan, and for one of a
-    GPU where there is none.
+    planned: the model's, else the plan's. Of several ranks each executes its own ``plan``: a name
+    with ``{rank}`` in it, a folder, or a list of all. Raises InputError for an invalid plan, for
+    one of another rank, and for one of a GPU where there is none.
     """
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     return Execution(
-        loaded,
+        plan_of_this_rank(plan),
         _as_list(model, torch.nn.Module),
         _as_list(optimizer, torch.optim.Optimizer),
         gpu_memory=gpu_memory,
@@ -245,7 +258,7 @@ def execute(
 
 
 def run_script(
-    plan: Plan | str | Path,
+    plan: PlanChoice,
     script: str | Path,
     arguments: Sequence[str] = (),
     *,
@@ -258,7 +271,9 @@ def run_script(
     """Run an unmodified training script under a plan; options as for :func:`execute`.
 
     The script's first step runs within the budget on demand, until its optimizer has a state.
+    Started by a launcher (torchrun), the process first takes the GPU of its local rank.
     """
+    use_device_of_rank()
     execution = execute(
         plan,
         gpu_memory=gpu_memory,

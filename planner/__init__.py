@@ -15,7 +15,9 @@ _HOME_OF_NAME = {
     "evict_everything": "teraio.planner.policies.evict_everything",
     "lower_bound": "teraio.planner.fluid.bound",
     "plan": "teraio.planner.planning",
+    "plan_ranks": "teraio.planner.rank_shares",
     "plan_summary": "teraio.planner.comparison",
+    "share_of_rank": "teraio.planner.rank_shares",
     "rebuild_plan": "teraio.planner.plan_building",
     "verify": "teraio.planner.verifier",
 }
@@ -27,8 +29,10 @@ __all__ = [
     "evict_everything",
     "lower_bound",
     "plan",
+    "plan_ranks",
     "plan_summary",
     "rebuild_plan",
+    "share_of_rank",
     "verify",
 ]
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from teraio.planner.plan_building import build_plan, rebuild_plan
     from teraio.planner.planning import PLANNERS, plan
     from teraio.planner.policies.evict_everything import evict_everything
+    from teraio.planner.rank_shares import plan_ranks, share_of_rank
     from teraio.planner.verifier import verify
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from teraio.errors import InputError
+from teraio.profiler.agreed_end import AgreedEnd
 from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.recorder import Recorder
@@ -124,17 +124,18 @@ def profile_script(
 ) -> Trace:
     """Run a training script, unmodified, under the recorder until enough has been seen.
 
-    Then the script ends as if it had called ``sys.exit(0)`` inside ``Optimizer.step``; with
-    ``run_to_end`` it goes on to its own end, unwatched. ``model`` labels the trace (default: the
-    script's name). Raises InputError as :attr:`Profile.trace` does; what the script raises
-    propagates.
+    Then the script ends as if it had called ``sys.exit(0)`` inside ``Optimizer.step`` (of several
+    ranks all at the same step); with ``run_to_end`` it goes on to its own end, unwatched.
+    ``model`` labels the trace (default: the script's name). Raises InputError as
+    :attr:`Profile.trace` does; what the script raises propagates.
     """
+    end = AgreedEnd()
     recorder = Recorder(
         bucket_bytes=bucket_bytes,
         progress=progress,
-        when_complete=None if run_to_end else sys.exit,
+        when_complete=None if run_to_end else end.complete,
     )
-    with Profile(recorder, model=model or Path(script).stem) as session:
+    with end, Profile(recorder, model=model or Path(script).stem) as session:
         run_script(script, arguments)
     return session.trace
 

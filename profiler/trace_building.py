@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -288,7 +289,8 @@ def _dispatch_seconds(recorder: Recorder, num_kernels: int) -> float:
 def _rank_and_world_size() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+    # A script may have left its group by now; launchers such as torchrun say the same.
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _optimizer_implementation(kernels: Kernels) -> str:
