@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": ("teraio.cli.plan:plan", "Decide what moves when, and predict the iteration."),
     "verify": ("teraio.cli.verify:verify", "Check a plan with code that no planner shares."),
     "simulate": ("teraio.cli.simulate:simulate", "Play a plan, or no plan, through the simulator."),
+    "replay": ("teraio.cli.replay:replay", "Play a plan with real transfers, without the model."),
     "compare": ("teraio.cli.compare:compare", "Several planners side by side: table and picture."),
     "run": ("teraio.cli.run:run", "Execute a plan in an unmodified training script."),
 }

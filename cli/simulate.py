@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -19,9 +18,7 @@ from teraio.cli.options import (
 )
 from teraio.cli.result import Result
 from teraio.cli.timelines import show_timeline, write_timeline
-
-if TYPE_CHECKING:
-    from teraio.traces.trace import Trace
+from teraio.cli.trace_names import kernel_names, storage_names
 
 
 @command(
@@ -54,29 +51,23 @@ def simulate(
     from teraio.contracts.timeline import summary
     from teraio.simulator import simulate as play
     from teraio.traces.trace import Trace
+    from teraio.traces.transforms import trace_of_plan
 
     if plan is None and hardware is None:
         raise click.UsageError("without PLAN, --hardware is needed")
     loaded = Trace.load(trace)
+    chosen = None if plan is None else Plan.load(plan)
     with reporter.progress("Simulating") as report:
         played = play(
             loaded,
-            None if plan is None else Plan.load(plan),
+            chosen,
             hardware,
             gpu_memory=gpu_memory,
             host_memory=host_memory,
             record=timeline is not None or plot is not None,
             progress=report and (lambda iteration: report(f"iteration {iteration}")),
         )
-    write_timeline(played, timeline, plot, _kernel_names(loaded), _storage_names(loaded))
+    named = loaded if chosen is None else trace_of_plan(loaded, chosen)
+    write_timeline(played, timeline, plot, kernel_names(named), storage_names(named))
     data = {**summary(played), "timeline": timeline, "plot": plot}
     return Result(data, lambda console: show_timeline(console, str(plan or trace), played))
-
-
-def _kernel_names(trace: Trace) -> list[str]:
-    return [str(op) for op in trace.kernels.op]
-
-
-def _storage_names(trace: Trace) -> list[str]:
-    names = zip(trace.storages.name, trace.storages.kind, strict=True)
-    return [name or f"{kind} {index}" for index, (name, kind) in enumerate(names)]

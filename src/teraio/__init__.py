@@ -20,6 +20,7 @@ _HOME_OF_NAME = {
     "plan": "teraio.planner",
     "probe": "teraio.executor",
     "profile": "teraio.profiler",
+    "replay": "teraio.executor",
     "simulate": "teraio.simulator",
     "trace": "teraio.profiler",
     "verify": "teraio.planner",
@@ -36,6 +37,7 @@ __all__ = [
     "plan",
     "probe",
     "profile",
+    "replay",
     "simulate",
     "trace",
     "verify",
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from teraio.contracts.hardware import Hardware
     from teraio.contracts.plan import Plan
     from teraio.contracts.timeline import Timeline
-    from teraio.executor import execute, probe
+    from teraio.executor import execute, probe, replay
     from teraio.planner import compare, plan, verify
     from teraio.profiler import profile, trace
     from teraio.simulator import simulate
