@@ -14,7 +14,9 @@ teraio's rows share a process that times the training without a plan first, reco
 the machine, and prints each plan's bound before it executes the plan. Every baseline has a process
 of its own, so that one that crashes or hangs takes nothing along; its ideal is measured in the same
 run. Rows are added to ``--output`` as they come, and what is there already is not measured again
-(``--again`` does), so that a run can be split into commands of a few minutes each.
+(``--again`` does), so that a run can be split into commands of a few minutes each. Planning needs
+no GPU: ``--until trace`` leaves trace and hardware in the folder, ``--until plan --plans-from`` it
+makes the plans on any machine, and a last command with ``--plans-from`` executes them.
 
 Baselines that are not part of PyTorch are needed only for their rows: torchao 0.18.0, deepspeed
 0.19.8 and, for its NVMe row, libaio. For a machine without a network, fetch them elsewhere:
@@ -125,7 +127,7 @@ def measure_all(options: argparse.Namespace, book: Book) -> None:
     is_ideal_wanted = ideal in wanted
     if ours or (is_ideal_wanted and not others):
         measure_ours(options, book, [ideal] * is_ideal_wanted + ours)
-    if not others:
+    if not others or options.until != "run":
         return
     found: list[Row] = []
     measure_baseline(options, book, ideal, found, adds=is_ideal_wanted and not ours)
@@ -147,6 +149,7 @@ def measure_ours(options: argparse.Namespace, book: Book, wanted: list[Contender
         "setting": options.setting.as_key(),
         "contenders": [list(contender) for contender in wanted],
         "folder": str(options.output_folder),
+        "until": options.until,
         "plans_from": None if options.plans_from is None else str(options.plans_from),
         "hardware": options.hardware,
         "probe": options.probe,
@@ -163,7 +166,7 @@ def measure_ours(options: argparse.Namespace, book: Book, wanted: list[Contender
     # A limit of time is no verdict: what was not reached may be measured by the next command.
     if left and reason is not None and not reason.startswith("stopped"):
         book.add_found(left[0], {"failed": reason[:500]})
-    elif left:
+    elif left and options.until == "run":
         print(f"not measured: {', '.join(c.label for c in left)} ({reason})", flush=True)
 
 
@@ -277,6 +280,12 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         "--output-folder", type=Path, default=Path("h200-output"), help="for traces and plans"
     )
     parser.add_argument("--plans-from", type=Path, help="an earlier output folder, used again")
+    parser.add_argument(
+        "--until",
+        choices=("trace", "plan", "run"),
+        default="run",
+        help="stop teraio's rows before planning, or before execution",
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each process")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file of the rows")
     parser.add_argument("--again", action="store_true", help="also what the file has already")

@@ -7,13 +7,11 @@ measured, so that a later crash or a limit of time takes nothing away.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,27 +130,24 @@ def run_apart(
     *,
     timeout_seconds: float,
     on_row: Callable[[Contender, Row], None],
-    environment: Mapping[str, str] | None = None,
 ) -> str | None:
     """Run a script on an order in a process of its own; None, or why it ended early.
 
-    Its rows are handed to ``on_row`` as they come, its other lines are printed. At the limit the
-    process and those that it started are ended.
+    Its rows are handed to ``on_row`` as they come, its other lines are printed. At the limit it is
+    ended; compilers that it started end by themselves. It stays in the caller's process group, so
+    that what ends the caller ends it too.
     """
     child = subprocess.Popen(
         [sys.executable, "-u", str(script), json.dumps(order)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **(environment or {})},
-        start_new_session=True,
     )
     timed_out = threading.Event()
 
     def end() -> None:
         timed_out.set()
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
 
     timer = threading.Timer(timeout_seconds, end)
     timer.start()
@@ -162,7 +157,7 @@ def run_apart(
     finally:
         timer.cancel()
         if child.poll() is None:
-            end()
+            child.kill()
             child.wait()
     if timed_out.is_set():
         return f"stopped after {timeout_seconds:g} s"

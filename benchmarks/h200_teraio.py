@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from benchmarks.h200_figures import (
+        comparison,
+        memory_text,
+        outcome_text,
+        plan_figures,
+        promise_text,
+        run_figures,
+    )
     from benchmarks.h200_rows import Contender, Setting, emit, say
     from benchmarks.h200_training import (
         HostMemory,
@@ -31,6 +39,14 @@ if TYPE_CHECKING:
         setup_of,
     )
 else:  # A script's own folder is on its path, the repository's root is not.
+    from h200_figures import (
+        comparison,
+        memory_text,
+        outcome_text,
+        plan_figures,
+        promise_text,
+        run_figures,
+    )
     from h200_rows import Contender, Setting, emit, say
     from h200_training import (
         HostMemory,
@@ -48,7 +64,6 @@ else:  # A script's own folder is on its path, the repository's root is not.
 import teraio
 from teraio.contracts.hardware import HOST, Hardware
 from teraio.contracts.plan import Plan
-from teraio.executor.report import RunReport
 from teraio.profiler.costs.kernel_timing import time_kernels
 from teraio.profiler.costs.timings import Timings
 from teraio.traces.trace import Trace
@@ -62,6 +77,8 @@ PROBE_SIZES_MIB = (4, 16, 64, 128)
 class Order:
     """What to measure. ``contenders``: :class:`Contender` as lists; empty for the ideal alone.
 
+    ``until``: ``trace`` stops once training is traced and the machine measured, ``plan`` once plans
+    are made (which needs no GPU where traces and hardware are kept), ``run`` executes them.
     ``folder`` gets trace, hardware and plans; those in ``plans_from`` are used instead of made.
     ``hardware``: a file or preset; None measures this machine. ``time_kernels``: price the fake
     trace with kernels timed here. ``spare_host``: pinned beyond what a plan needs, for what it
@@ -71,6 +88,7 @@ class Order:
     setting: Mapping[str, Any]
     contenders: list[list[Any]]
     folder: str
+    until: str = "run"
     plans_from: str | None = None
     hardware: str | None = None
     probe: str = "quick"
@@ -114,7 +132,7 @@ class Session:
             agree = _same(again, first)
             say(f"two plain runs agree bit for bit: {agree}")
             first = min(first, again, key=lambda run: run.window.step_seconds)
-        say(f"ideal {format_seconds(first.window.step_seconds)} {_memory_text(first.memory)}")
+        say(f"ideal {format_seconds(first.window.step_seconds)} {memory_text(first.memory)}")
         return replace(first, runs_agree=agree)
 
     def _run_plain(self) -> Plain:
@@ -154,7 +172,12 @@ class Session:
 
     @cached_property
     def fake_trace(self) -> Trace:
-        """The same training traced without its tensors."""
+        """The same training traced without its tensors, here or by an earlier run."""
+        name = f"{self.setting.name}-fake.trace"
+        kept = self._kept(name)
+        if kept is not None:
+            say(f"trace of an earlier run: {name}")
+            return Trace.load(kept)
         forget_memory(self.device)
         setup = setup_of(self.setting)
         fake = teraio.trace(
@@ -168,7 +191,7 @@ class Session:
         )
         if self.order.time_kernels:
             fake = self._timed(fake)
-        fake.save(self.folder / f"{self.setting.name}-fake.trace")
+        fake.save(self.folder / name)
         say(f"traced without a GPU: ideal {format_seconds(fake.ideal_seconds)}")
         return fake
 
@@ -218,7 +241,15 @@ class Session:
         plain = self.plain
         if contender.name == "ideal":
             return plain.window.as_row() | plain.memory | {"runs_agree": plain.runs_agree}
-        trace = self.fake_trace if contender.name == "fake-trace" else self.trace
+        plan, row = self.planned(contender)
+        row |= self._execute(plan)
+        row |= comparison(row, plain.window.step_seconds)
+        say(outcome_text(contender, row))
+        return row
+
+    def planned(self, contender: Contender) -> tuple[Plan, dict[str, Any]]:
+        """The plan of a row, and all that is known before it is executed."""
+        trace = self.trace_of(contender)
         plan = self._plan(contender, trace)
         simulated = teraio.simulate(trace, plan, plan.hardware, record=False)
         row = plan_figures(plan) | {
@@ -227,16 +258,12 @@ class Session:
             "trace_ideal_seconds": trace.ideal_seconds,
             "trace_peak_allocated_bytes": trace.peak_allocated_bytes,
         }
-        say(
-            f"{contender.label}: budget {format_bytes(row['budget_bytes'])}, bound "
-            f"{format_seconds(row['lower_bound_seconds'])} ({row['bound_kind']}), predicted "
-            f"{format_seconds(row['simulated_seconds'])}, {row['moves']} moves, planned in "
-            f"{row['planning_seconds']:.1f} s, bounded in {row['bound_seconds']:.1f} s"
-        )
-        row |= self._execute(plan)
-        row |= comparison(row, plain.window.step_seconds)
-        say(_outcome(contender, row))
-        return row
+        say(promise_text(contender, row))
+        return plan, row
+
+    def trace_of(self, contender: Contender) -> Trace:
+        """What a contender's plan is made from."""
+        return self.fake_trace if contender.name == "fake-trace" else self.trace
 
     def _plan(self, contender: Contender, trace: Trace) -> Plan:
         name = f"{self.setting.name}-{contender.label}.plan"
@@ -298,60 +325,6 @@ class Session:
         return False if plain.runs_agree else None
 
 
-def plan_figures(plan: Plan) -> dict[str, Any]:
-    """What a plan promises, and how it was made."""
-    metadata, moves = plan.metadata, plan.moves
-    return {
-        "planner": metadata.planner,
-        "budget_bytes": metadata.gpu_memory_bytes,
-        "planned_peak_bytes": metadata.peak_gpu_bytes,
-        "predicted_seconds": metadata.predicted_seconds,
-        "lower_bound_seconds": metadata.lower_bound_seconds,
-        "bound_kind": metadata.bound_kind,
-        "planning_seconds": metadata.planning_seconds,
-        "bound_seconds": metadata.bound_seconds,
-        "moves": len(moves),
-        "offloaded_bytes": int(moves.nbytes[moves.writes].sum()),
-        "prefetched_bytes": int(moves.nbytes[moves.prefetch_start >= 0].sum()),
-        "arena_bytes": dict(metadata.arena_bytes),
-    }
-
-
-def run_figures(report: RunReport) -> dict[str, Any]:
-    """What the run says of itself; its books of the GPU's memory among it."""
-    names = (
-        "drift",
-        "first_drift",
-        "moves_planned",
-        "moves_found",
-        "substituted_kernels",
-        "demand_fetches",
-        "demand_fetch_bytes",
-        "evictions",
-        "dropped_prefetches",
-        "cold_start_seconds",
-    )
-    stalls = report.timeline.stall_seconds
-    return {name: getattr(report, name) for name in names} | {
-        "report_seconds": report.measured_seconds,
-        "report_peak_bytes": report.peak_bytes,
-        "stall_seconds": {name: float(value) for name, value in dict(stalls).items()},
-    }
-
-
-def comparison(row: Mapping[str, Any], ideal_seconds: float) -> dict[str, Any]:
-    """Shares of the ideal and of the bound, the prediction's error, what fragmentation takes."""
-    seconds = row["step_seconds"]
-    peak = row.get("max_memory_allocated", row["report_peak_bytes"])
-    return {
-        "ideal_seconds": ideal_seconds,
-        "share_of_ideal": ideal_seconds / seconds,
-        "share_of_bound": row["lower_bound_seconds"] / seconds,
-        "prediction_error": row["simulated_seconds"] / seconds - 1,
-        "within_budget": peak <= row["budget_bytes"],
-    }
-
-
 def _same(one: Plain, other: Plain) -> bool:
     return _bits(one.losses) == _bits(other.losses) and one.checksum == other.checksum
 
@@ -361,35 +334,28 @@ def _bits(losses: list[float]) -> list[str]:
     return [float(loss).hex() for loss in losses]
 
 
-def _memory_text(memory: Mapping[str, int]) -> str:
-    names = ("max_memory_allocated", "max_memory_reserved")
-    return ", ".join(f"{name} {format_bytes(memory[name])}" for name in names if name in memory)
-
-
-def _outcome(contender: Contender, row: Mapping[str, Any]) -> str:
-    return (
-        f"{contender.label}: step {format_seconds(row['step_seconds'])}, "
-        f"{row['share_of_ideal']:.2%} of ideal, {row['share_of_bound']:.2%} of the bound, "
-        f"prediction {row['prediction_error']:+.2%}, {_memory_text(row)} of "
-        f"{format_bytes(row['budget_bytes'])}, drift {row['drift']}, demand fetches "
-        f"{row['demand_fetches']}, evictions {row['evictions']}, dropped prefetches "
-        f"{row['dropped_prefetches']}, bit-identical {row['bit_identical']}, opened in "
-        f"{row['opening_seconds']:.1f} s, cold start {row['cold_start_seconds']:.1f} s"
-    )
+def take(session: Session, contender: Contender) -> None:
+    """Do for a row what the order wants done, and hand it on if it is measured."""
+    until = session.order.until
+    if until == "run" or contender.name == "ideal":
+        emit(contender, session.measure(contender) | {"made_on": made_on(session.device)})
+    elif until == "plan":
+        session.planned(contender)
+    else:
+        _ = session.trace_of(contender), session.hardware
 
 
 def main() -> None:
     """Measure what the order says; a row that fails does not keep the others from being tried."""
-    order = Order(**json.loads(sys.argv[1]))
-    session = Session(order)
+    session = Session(Order(**json.loads(sys.argv[1])))
     prepare_process(session.setting)
-    for contender in (Contender(*given) for given in order.contenders):
+    for contender in (Contender(*given) for given in session.order.contenders):
         try:
-            found = session.measure(contender)
+            take(session, contender)
         except Exception as error:
             traceback.print_exc()
-            found = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        emit(contender, found | {"made_on": made_on(session.device)})
+            failed = f"{type(error).__name__}: {error}"[:500]
+            emit(contender, {"failed": failed, "made_on": made_on(session.device)})
 
 
 if __name__ == "__main__":

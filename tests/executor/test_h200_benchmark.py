@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from teraio.contracts.plan import Plan
+
+if TYPE_CHECKING:
+    from benchmarks.h200_rows import Contender, Setting, add_row, load_rows
+    from benchmarks.h200_tables import page
+else:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from h200_rows import Contender, Setting, add_row, load_rows
+    from h200_tables import page
+
+    sys.path.remove(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 ROOT = Path(__file__).resolve().parents[2]
+REPORTS = ROOT / "benchmarks" / "reports"
 
 
-def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
-    """Exit code, rows and page of a run with its files in ``folder``."""
+def run(folder: Path, *arguments: str, fails: bool = False) -> tuple[list[dict[str, Any]], str]:
+    """Rows and page of a run with its files in ``folder``, which fails if it is to."""
     output = folder / "rows.json"
     script = ROOT / "benchmarks" / "h200.py"
     command = [sys.executable, str(script), "--smoke", "--output", str(output), *arguments]
@@ -24,16 +36,14 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
     done = subprocess.run(
         command, env=environment, check=False, capture_output=True, text=True, timeout=250
     )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.returncode == (1 if fails else 0), done.stdout + done.stderr
     page = output.with_suffix(".md")
-    return done.returncode, json.loads(output.read_text())["rows"], page.read_text()
+    return load_rows(output), page.read_text() if page.exists() else ""
 
 
 @pytest.mark.slow
 def test_every_contender_that_needs_no_gpu_is_measured(tmp_path: Path) -> None:
-    code, rows, page = run(tmp_path)
-    assert code == 0
-    assert not [row["failed"] for row in rows if "failed" in row]
+    rows, page = run(tmp_path)
     of_name = {row["contender"]: row for row in rows}
     assert set(of_name) == {
         *("ideal", "empty-plan", "teraio"),
@@ -53,22 +63,80 @@ def test_every_contender_that_needs_no_gpu_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_are_measured_once_and_traces_used_again(tmp_path: Path) -> None:
-    run(tmp_path, "--rows", "teraio")
+def test_a_run_is_split_into_tracing_planning_and_executing(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    trace = next(kept.glob("*.trace"))
-    before = trace.stat().st_mtime_ns
-    _, rows, _ = run(tmp_path, "--rows", "teraio", "--plans-from", str(kept))
-    _, again, _ = run(tmp_path, "--rows", "teraio", "--plans-from", str(kept), "--again")
-    assert len(rows) == len(again) == 1
-    assert again[0]["run"] > rows[0]["run"]
-    assert again[0]["arena_bytes"] == rows[0]["arena_bytes"]
-    assert trace.stat().st_mtime_ns == before, "recorded again"
+    teraio = ("--rows", "teraio", "--plans-from", str(kept))
+    rows, _ = run(tmp_path, *teraio, "--until", "trace")
+    made = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert not rows
+    assert {path.suffix for path in made} == {".trace", ".toml"}
+    rows, _ = run(tmp_path, *teraio, "--until", "plan")
+    plan = next(kept.glob("*.plan"))
+    made[plan] = plan.stat().st_mtime_ns
+    assert not rows
+    rows, _ = run(tmp_path, *teraio)
+    assert rows[0]["moves"] == len(Plan.load(plan).moves) > 0
+    again, _ = run(tmp_path, *teraio)
+    assert again == rows, "measured what was there"
+    for path, when in made.items():
+        assert path.suffix == ".toml" or path.stat().st_mtime_ns == when, f"made {path} again"
 
 
 def test_a_contender_that_fails_is_a_row_and_leaves_the_page_whole(tmp_path: Path) -> None:
     """torchao's optimizer wants a GPU (and torchao): its process fails, the command goes on."""
-    code, rows, page = run(tmp_path, "--rows", "torchao")
-    assert code == 1
+    rows, page = run(tmp_path, "--rows", "torchao", fails=True)
     assert [row["contender"] for row in rows if "failed" in row] == ["torchao"]
     assert "torchao CPUOffloadOptimizer failed:" in page
+
+
+def row_of(contender: Contender, **figures: Any) -> dict[str, Any]:
+    """A row as the file holds it."""
+    made = {"made_on": "a machine", "commit": "1234567", "run": "now", "options": {}}
+    return contender.key(Setting().as_key()) | made | figures
+
+
+def test_a_row_replaces_the_one_of_its_key_but_no_measurement_by_a_failure() -> None:
+    rows = [row_of(Contender("ideal"), step_seconds=2.0)]
+    rows = add_row(rows, row_of(Contender("teraio", 0.8), step_seconds=3.0))
+    assert len(rows) == 2, "another contender"
+    rows = add_row(rows, row_of(Contender("teraio", 0.8), step_seconds=2.5))
+    assert [row["step_seconds"] for row in rows] == [2.0, 2.5]
+    assert add_row(rows, row_of(Contender("teraio", 0.8), failed="why")) == rows
+    assert len(add_row(rows, row_of(Contender("teraio", 0.6), failed="why"))) == 3
+
+
+def test_page_shows_shares_memory_and_reasons() -> None:
+    figures = {
+        "step_seconds": 2.8,
+        "share_of_ideal": 0.975,
+        "max_memory_allocated": 64_000_000_000,
+        "max_memory_reserved": 65_000_000_000,
+        "budget_bytes": 65_100_000_000,
+        "simulated_seconds": 2.772,
+        "prediction_error": -0.01,
+        "lower_bound_seconds": 2.74,
+        "share_of_bound": 2.74 / 2.8,
+        "host_bytes": 30_000_000_000,
+    }
+    rows = [
+        row_of(Contender("torchao"), failed="no GPU"),
+        row_of(Contender("deepspeed-cpu"), **figures),
+        row_of(Contender("ideal"), step_seconds=2.73, runs_agree=True),
+    ]
+    lines = page(rows).splitlines()
+    assert (
+        "| DeepSpeed ZeRO-3, CPU | 2.80 s | 97.5 % | 64.0 GB | 65.0 GB | 65.1 GB | 2.77 s | -1.0 % "
+        "| 2.74 s | 97.9 % | 30.0 GB |"
+    ) in lines
+    names = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    assert names[2:] == ["no offloading (ideal)", *("torchao CPUOffloadOptimizer",), names[-1]]
+    assert "torchao CPUOffloadOptimizer failed: `no GPU`." in lines
+    assert "Two runs without a plan agree bit for bit." in lines
+
+
+def test_the_committed_page_is_that_of_the_committed_rows() -> None:
+    """If this fails: python benchmarks/h200.py --render-only."""
+    rows = load_rows(REPORTS / "h200.json")
+    if not rows:
+        pytest.skip("no rows of a GPU are committed")
+    assert (REPORTS / "h200.md").read_text() == page(rows)

@@ -1,0 +1,98 @@
+"""What benchmarks/h200.py keeps of a plan and of a run under it, and says of them in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.h200_rows import Contender
+else:  # A script's own folder is on its path, the repository's root is not.
+    from h200_rows import Contender
+
+from teraio.contracts.plan import Plan
+from teraio.executor.report import RunReport
+from teraio.units import format_bytes, format_seconds
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """What a plan promises, and how it was made."""
+    metadata, moves = plan.metadata, plan.moves
+    return {
+        "planner": metadata.planner,
+        "budget_bytes": metadata.gpu_memory_bytes,
+        "planned_peak_bytes": metadata.peak_gpu_bytes,
+        "predicted_seconds": metadata.predicted_seconds,
+        "lower_bound_seconds": metadata.lower_bound_seconds,
+        "bound_kind": metadata.bound_kind,
+        "planning_seconds": metadata.planning_seconds,
+        "bound_seconds": metadata.bound_seconds,
+        "moves": len(moves),
+        "offloaded_bytes": int(moves.nbytes[moves.writes].sum()),
+        "prefetched_bytes": int(moves.nbytes[moves.prefetch_start >= 0].sum()),
+        "arena_bytes": dict(metadata.arena_bytes),
+    }
+
+
+def run_figures(report: RunReport) -> dict[str, Any]:
+    """What the run says of itself; its books of the GPU's memory among it."""
+    names = (
+        "drift",
+        "first_drift",
+        "moves_planned",
+        "moves_found",
+        "substituted_kernels",
+        "demand_fetches",
+        "demand_fetch_bytes",
+        "evictions",
+        "dropped_prefetches",
+        "cold_start_seconds",
+    )
+    stalls = report.timeline.stall_seconds
+    return {name: getattr(report, name) for name in names} | {
+        "report_seconds": report.measured_seconds,
+        "report_peak_bytes": report.peak_bytes,
+        "stall_seconds": {name: float(value) for name, value in dict(stalls).items()},
+    }
+
+
+def comparison(row: Mapping[str, Any], ideal_seconds: float) -> dict[str, Any]:
+    """Shares of the ideal and of the bound, the prediction's error, what fragmentation takes."""
+    seconds = row["step_seconds"]
+    peak = row.get("max_memory_allocated", row["report_peak_bytes"])
+    return {
+        "ideal_seconds": ideal_seconds,
+        "share_of_ideal": ideal_seconds / seconds,
+        "share_of_bound": row["lower_bound_seconds"] / seconds,
+        "prediction_error": row["simulated_seconds"] / seconds - 1,
+        "within_budget": peak <= row["budget_bytes"],
+    }
+
+
+def memory_text(memory: Mapping[str, Any]) -> str:
+    """Peaks of the GPU's allocator, where there is a GPU."""
+    names = ("max_memory_allocated", "max_memory_reserved")
+    return ", ".join(f"{name} {format_bytes(memory[name])}" for name in names if name in memory)
+
+
+def outcome_text(contender: Contender, row: Mapping[str, Any]) -> str:
+    """What came of executing a plan."""
+    return (
+        f"{contender.label}: step {format_seconds(row['step_seconds'])}, "
+        f"{row['share_of_ideal']:.2%} of ideal, {row['share_of_bound']:.2%} of the bound, "
+        f"prediction {row['prediction_error']:+.2%}, {memory_text(row)} of "
+        f"{format_bytes(row['budget_bytes'])}, drift {row['drift']}, demand fetches "
+        f"{row['demand_fetches']}, evictions {row['evictions']}, dropped prefetches "
+        f"{row['dropped_prefetches']}, bit-identical {row['bit_identical']}, opened in "
+        f"{row['opening_seconds']:.1f} s, cold start {row['cold_start_seconds']:.1f} s"
+    )
+
+
+def promise_text(contender: Contender, row: Mapping[str, Any]) -> str:
+    """What is known of a plan before it is executed."""
+    return (
+        f"{contender.label}: budget {format_bytes(row['budget_bytes'])}, bound "
+        f"{format_seconds(row['lower_bound_seconds'])} ({row['bound_kind']}), predicted "
+        f"{format_seconds(row['simulated_seconds'])}, {row['moves']} moves, planned in "
+        f"{row['planning_seconds']:.1f} s, bounded in {row['bound_seconds']:.1f} s"
+    )
