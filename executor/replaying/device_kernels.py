@@ -22,6 +22,10 @@ _CALIBRATION_KERNELS = 100
 _HEAD_START_CYCLES = 50_000_000
 """A first kernel long enough that the host has issued all others before it ends."""
 
+_MOST_AHEAD = 256
+"""Kernels that the host may issue ahead. A full launch queue would block it, and with it the
+interpreter, which the threads that serve files need too."""
+
 _KEPT_ITERATIONS = 9
 """As many as the log keeps in detail, and the one under way."""
 
@@ -45,6 +49,7 @@ class DeviceKernels:
     def __init__(self, traffic: MemoryTraffic | None) -> None:
         self._traffic = traffic
         self._owed_seconds = 0.0
+        self._newest: deque[torch.cuda.Event] = deque(maxlen=_MOST_AHEAD)
         self.clock = CudaClock()
         self.iterations: deque[list[PlayedKernel]] = deque(maxlen=_KEPT_ITERATIONS)
         self._launch_seconds, self._cycles_per_second = _calibrate()
@@ -72,6 +77,9 @@ class DeviceKernels:
         self._spin(left)
         end.record()
         self.iterations[-1].append(PlayedKernel(kernel, start, end, seconds))
+        if len(self._newest) == _MOST_AHEAD:
+            self._newest[0].synchronize()
+        self._newest.append(end)
         return _NOT_YET
 
     def error(self, iteration: int = -1) -> float:

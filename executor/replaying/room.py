@@ -75,6 +75,7 @@ def _check_room(plan: Plan, trace: Trace, host_bytes: int, device_type: str) -> 
     gpu_bytes = min(budget_bytes, trace.peak_allocated_bytes) - untracked_bytes(plan)
     if device_type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info()
+        free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         _refuse("GPU memory", gpu_bytes, free_bytes, "take a smaller --scale")
         gpu_bytes = 0
     available_bytes = _available_bytes()

@@ -24,7 +24,8 @@ from teraio.traces.trace import Trace
 
 
 class Session:
-    """Plays iterations: one to warm up, which begins with all transfers done, then those counted.
+    """Plays iterations: those that warm up, then those that count. The first begins with all
+    transfers done; on a GPU kernels are calibrated by it, which takes a second one to recover from.
 
     ``moves_found``: offloads of a steady iteration whose storage was there; ``kernel_error``: by
     how much the stand-in kernels of the last iteration missed their time in all, as a fraction.
@@ -53,13 +54,12 @@ class Session:
         progress: Callable[[int], None] | None,
     ) -> Timeline:
         """Raises StoreError (also for wrong bytes) and CapacityError."""
-        plan, is_device = self._plan, self._device_type == "cuda"
+        plan = self._plan
         with ExitStack() as stack:
             stack.enter_context(exact_blocks(self._device_type))
             traffic = MemoryTraffic(self._device_type) if has_memory_traffic else None
-            on_device = DeviceKernels(traffic) if is_device else None
-            if on_device is None:
-                stack.enter_context(quick_switching())
+            on_device = DeviceKernels(traffic) if self._device_type == "cuda" else None
+            stack.enter_context(quick_switching())
             residency = Residency(
                 self._tiers,
                 plan.metadata.gpu_memory_bytes,
@@ -74,21 +74,24 @@ class Session:
             begun = time.perf_counter()
             player.start()
             player.log.cold_start_seconds = time.perf_counter() - begun
-            for number in range(1 + iterations):
-                player.play_iteration(is_warm_up=number == 0)
+            num_warm_up = 1 if on_device is None else 2
+            for number in range(num_warm_up + iterations):
+                player.play_iteration(is_warm_up=number < num_warm_up)
                 if on_device is not None:
                     player.log.last.memory_bytes = player.memory_bytes
                     if number == 0:
                         on_device.recalibrate()
                 if progress is not None:
                     progress(number)
+            for record in player.log.last.traffic.transfers:
+                record.transfer.wait()
             self._patterns.finish()
             if on_device is not None:
                 self.kernel_error = on_device.error()
                 _settle(player, on_device)
             steady = player.log.newest_steady
             self.moves_found = 0 if steady is None else steady.moves_found
-            self.iteration_seconds = player.log.seconds()[1:]
+            self.iteration_seconds = player.log.seconds()[num_warm_up:]
             return self._timeline(player)
 
     def _timeline(self, player: Player) -> Timeline:

@@ -449,7 +449,7 @@ class TestGpu:
         """Each is shorter than a launch."""
         trace = layers(1e-6)
         plan = build_plan(trace, Moves.empty(), machine(50e9), planner="none")
-        assert play(trace, plan, device="cuda").iteration_seconds < 1e-3
+        assert play(trace, plan, device="cuda").iteration_seconds < 5e-3
 
     def test_stalls_have_causes(self) -> None:
         """Transfers at the last moment: the compute stream waits, for memory and for reads."""
