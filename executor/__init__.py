@@ -10,6 +10,7 @@ from teraio.errors import MissingDependencyError
 if TYPE_CHECKING:
     from teraio.executor.execution import Execution, RunReport, execute, run_script
     from teraio.executor.probing import probe
+    from teraio.executor.raw_pointers import guard
     from teraio.executor.replaying.plan_replay import Replay, replay
 
 _HOME_OF_NAME = {
@@ -17,12 +18,22 @@ _HOME_OF_NAME = {
     "Replay": "teraio.executor.replaying.plan_replay",
     "RunReport": "teraio.executor.execution",
     "execute": "teraio.executor.execution",
+    "guard": "teraio.executor.raw_pointers",
     "probe": "teraio.executor.probing",
     "replay": "teraio.executor.replaying.plan_replay",
     "run_script": "teraio.executor.execution",
 }
 
-__all__ = ["Execution", "Replay", "RunReport", "execute", "probe", "replay", "run_script"]
+__all__ = [
+    "Execution",
+    "Replay",
+    "RunReport",
+    "execute",
+    "guard",
+    "probe",
+    "replay",
+    "run_script",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from teraio.executor.ranks import (
     plan_of_this_rank,
     use_device_of_rank,
 )
+from teraio.executor.raw_pointers import RawPointerGuard
 from teraio.executor.read_guard import ReadGuard
 from teraio.executor.report import RunReport as RunReport
 from teraio.executor.report import make_report
@@ -110,6 +111,7 @@ class Execution:
             handle = RunHandle(mode)
             guards: list[_Guard] = [
                 ReadGuard(handle),
+                RawPointerGuard(mode),
                 ThreadGuard(mode),
                 ForkGuard(mode, handle.bring_back),
                 CompiledRegionGuard(mode),

@@ -72,6 +72,7 @@ _COLLECTIVE_WRITES = {
     "recv_any_source_": {"tensors"},
 }
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional"}
+_ANNOTATED_NAMESPACES = {"aten", "prims", "quantized", "inductor", "higher_order"}
 _IGNORED_NAMESPACES = {"prim", "prims_profiler", "profiler"}
 # Outputs share the input's storage although the schema does not say so.
 _UNDECLARED_VIEWS = {
@@ -105,6 +106,8 @@ def describe_operator(func: Any) -> Operator:
         writes = tuple(a.name in written_names for a in arguments)
     else:
         writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        if namespace not in _ANNOTATED_NAMESPACES and _hides_writes(schema, writes):
+            writes = (True,) * len(arguments)
     overwrites = base in _OVERWRITING
     reads = tuple(
         not (w and (a.is_out or overwrites)) for a, w in zip(arguments, writes, strict=True)
@@ -118,6 +121,19 @@ def describe_operator(func: Any) -> Operator:
         may_resize=any(a.is_out for a in arguments) or base in {"resize_", "set_", "resize_as_"},
         is_collective=is_collective,
     )
+
+
+def _hides_writes(schema: Any, writes: Sequence[bool]) -> bool:
+    """Whether a custom operator may write what its schema does not mark as written.
+
+    One made from a C++ signature alone has nameless arguments and marks nothing; one that returns
+    nothing must do something to its arguments.
+    """
+    if any(writes):
+        return False
+    names = [argument.name for argument in schema.arguments]
+    is_inferred = bool(names) and all(n.startswith("_") and n[1:].isdigit() for n in names)
+    return is_inferred or not schema.returns
 
 
 def _kind(schema: Any, namespace: str) -> OperatorKind:

@@ -13,6 +13,7 @@ from teraio.errors import InputError
 from teraio.profiler.agreed_end import AgreedEnd
 from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
+from teraio.profiler.raw_kernels import RawKernels
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.scripts import run_script
 from teraio.profiler.trace_building import build_trace
@@ -34,6 +35,7 @@ class Profile:
         with ExitStack() as stack:
             stack.enter_context(exact_blocks(self._recorder.device_type))
             stack.enter_context(self._recorder)
+            stack.enter_context(RawKernels(self._recorder))
             self._stack = stack.pop_all()
         return self
 

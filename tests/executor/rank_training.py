@@ -39,7 +39,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y
 
 
 @dataclass
@@ -84,8 +85,9 @@ class Training:
         return found
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
 
 
 def build(kind: str, device: str) -> Training:

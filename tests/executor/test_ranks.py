@@ -16,7 +16,7 @@ import torch
 import teraio
 from teraio.contracts.plan import Moves, Plan
 from teraio.errors import InputError
-from teraio.executor.ranks import plan_of_this_rank
+from teraio.executor.ranks import PlanChoice, plan_of_this_rank
 from teraio.planner.plan_building import build_plan
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -49,24 +49,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_takes_its_own_plan(plan: Plan, tmp_path: Path) -> None:
     for rank in range(2):
         of_rank(plan, rank).save(tmp_path / f"p.rank{rank}.plan")
-    found = [
-        plan_of_this_rank(choice)
-        for choice in (
-            [of_rank(plan, 0), of_rank(plan, 1)],
-            [tmp_path / "p.rank0.plan", str(tmp_path / "p.rank1.plan")],
-            tmp_path / "p.plan",
-            tmp_path / "p.rank{rank}.plan",
-            str(tmp_path),
-            tmp_path / "p.rank1.plan",
-        )
+    choices: list[PlanChoice] = [
+        [of_rank(plan, 0), of_rank(plan, 1)],
+        [tmp_path / "p.rank0.plan", str(tmp_path / "p.rank1.plan")],
+        tmp_path / "p.plan",
+        tmp_path / "p.rank{rank}.plan",
+        str(tmp_path),
+        tmp_path / "p.rank1.plan",
     ]
-    assert [p.metadata.rank for p in found] == [1] * 6
+    assert [plan_of_this_rank(choice).metadata.rank for choice in choices] == [1] * 6
 
 
 @pytest.mark.usefixtures("launched")
 def test_a_plan_of_another_rank_is_refused(plan: Plan, tmp_path: Path) -> None:
     of_rank(plan, 0).save(tmp_path / "p.rank0.plan")
-    refusals = [
+    refusals: list[tuple[PlanChoice, str]] = [
         (of_rank(plan, 0), r"is of rank 0 of 2, this process is rank 1 of 2; .*\{rank\}"),
         (of_rank(plan, 1, 4), "rank 1 of 4, .* rank 1 of 2; profile and plan .* with 2 ranks"),
         (of_rank(plan, 0, 1), "is of rank 0 of 1, .* rank 1 of 2"),
