@@ -9,7 +9,7 @@ from teraio.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from teraio.executor.execution import Execution, RunReport, execute, run_script
-    from teraio.executor.probing import probe
+    from teraio.executor.probing import Measurements, measure_machine, probe
     from teraio.executor.raw_pointers import guard
     from teraio.executor.replaying.plan_replay import Replay, replay
 
@@ -17,8 +17,10 @@ _HOME_OF_NAME = {
     "Execution": "teraio.executor.execution",
     "Replay": "teraio.executor.replaying.plan_replay",
     "RunReport": "teraio.executor.execution",
+    "Measurements": "teraio.executor.probing",
     "execute": "teraio.executor.execution",
     "guard": "teraio.executor.raw_pointers",
+    "measure_machine": "teraio.executor.probing",
     "probe": "teraio.executor.probing",
     "replay": "teraio.executor.replaying.plan_replay",
     "run_script": "teraio.executor.execution",
@@ -26,10 +28,12 @@ _HOME_OF_NAME = {
 
 __all__ = [
     "Execution",
+    "Measurements",
     "Replay",
     "RunReport",
     "execute",
     "guard",
+    "measure_machine",
     "probe",
     "replay",
     "run_script",

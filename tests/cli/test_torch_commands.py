@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from teraio.contracts.hardware import Hardware
+from teraio.contracts.hardware import Hardware, Slowdown
 from teraio.contracts.plan import Plan
 from teraio.traces.trace import Trace
 
 pytest.importorskip("torch", reason="profiler and executor need torch")
+
+from teraio.executor import Measurements
+from teraio.executor.probing.fitting import KINDS, Fit, Timing
+from teraio.executor.probing.limits import Limits
+from teraio.executor.probing.measurements import MeasuredPath
+from teraio.executor.probing.sustained import SustainedWrites
 
 
 @pytest.fixture
@@ -49,7 +55,7 @@ def calls(
         "teraio.profiler.profile_script": small_trace,
         "teraio.profiler.profile_model": small_trace,
         "teraio.executor.run_script": report,
-        "teraio.executor.probe": Hardware.preset("h200"),
+        "teraio.executor.measure_machine": measured_h200(),
     }
 
     def replacement(name: str, answer: Any) -> Callable[..., Any]:
@@ -149,6 +155,21 @@ def test_run_reports_what_was_promised(
     assert found == (40, 39, 6)
 
 
+def measured_h200() -> Measurements:
+    """A probe that found the preset's rates, with 1 MiB copies slower than fitted."""
+    timings = [Timing(kind, 2**20, 2**20 / 31e9) for kind in KINDS]
+    fit = Fit(55e9, 55e9, 49e9, 49e9, 10e-6)
+    return Measurements(
+        hardware=Hardware.preset("h200"),
+        paths=(MeasuredPath("host", "memory", 0, tuple(timings), fit),),
+        slowdowns={"bf16 matmul": Slowdown(read=1.03, both=1.04)},
+        sustained=(SustainedWrites("ssd", (1.0, 2.0, 6.0), (4 * 10**9, 8 * 10**9, 10**10)),),
+        together=None,
+        limits=Limits(10**11, 2 * 10**11, 10**11, 8 * 2**20),
+        notes=("ssd is warm.",),
+    )
+
+
 def test_probe_writes_a_file_that_hardware_takes(
     folder: Path, calls: list[Any], teraio_json: Callable[..., Any]
 ) -> None:
@@ -156,6 +177,33 @@ def test_probe_writes_a_file_that_hardware_takes(
     assert data["gpu"][0]["memory_bytes"] == 141 * 10**9
     assert calls[0][2]["quick"] is True
     assert Hardware.load(folder / "hardware.toml") == Hardware.preset("h200")
+    assert len(data["rates"]["rows"]) == 4
+    assert data["notes"] == ["ssd is warm."]
+
+
+def test_probe_passes_its_options_on(
+    folder: Path, calls: list[Any], teraio_json: Callable[..., Any]
+) -> None:
+    directories = ("--directory", str(folder), "--directory", str(folder.parent), "--stripe")
+    others = ("--sizes", "1MiB,64MB", "--sustained", "5", "--host-memory", "16GB")
+    teraio_json("probe", "--device", "cuda", *directories, *others, "--plot", "p.png")
+    assert calls[0][2] == {
+        "device": "cuda",
+        "directory": (folder, folder.parent),
+        "stripe": True,
+        "quick": False,
+        "sizes": (2**20, 64 * 10**6),
+        "sustained": 5.0,
+        "host_memory": 16 * 10**9,
+        "progress": None,
+    }
+    assert (folder / "p.png").stat().st_size > 0
+
+
+def test_probe_refuses_sizes_that_are_none(folder: Path, teraio: Callable[..., Result]) -> None:
+    result = teraio("probe", "--sizes", "1MiB,small")
+    assert result.exit_code == 2
+    assert "small" in result.stderr
 
 
 def test_probe_for_people(folder: Path, calls: list[Any], teraio: Callable[..., Result]) -> None:
@@ -163,3 +211,13 @@ def test_probe_for_people(folder: Path, calls: list[Any], teraio: Callable[..., 
     assert result.exit_code == 0
     assert "55.0 GB/s / 55.0 GB/s" in result.stdout
     assert "not saved (no -o)" in result.stdout
+    for text in (
+        "host, through memory: latency + bytes / rate is off by at most 14.1 % (read, 1.05 MB)",
+        "31.0 GB/s / 31.0 GB/s",
+        "x 1.030",
+        "ssd written for 6 s (10.0 GB)",
+        "500 MB/s in the last third",
+        "locked memory (ulimit -l): 8.39 MB",
+        "ssd is warm.",
+    ):
+        assert text in result.stdout

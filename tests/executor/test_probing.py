@@ -2,127 +2,230 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from teraio.contracts.hardware import Hardware
+from teraio.contracts import drawing
+from teraio.contracts.hardware import Hardware, Slowdown
 from teraio.errors import InputError
-from teraio.executor import probing
-from teraio.executor.stores import Transfer
+from teraio.executor import probe
+from teraio.executor.probing import Measurements, machine, measure_machine, usable_memory_bytes
+from teraio.executor.probing.disks import Disk, DiskProbe
+from teraio.executor.probing.effort import QUICK
+from teraio.executor.probing.fitting import KINDS
+from teraio.executor.probing.kernels import slowdown_factor, weighted_slowdown
+from teraio.executor.probing.places import GpuPlace
+from teraio.executor.probing.plot_measurements import plot_measurements
 
 MIB = 2**20
+SIZES = (MIB, 2 * MIB - 5)
 
 
 @pytest.fixture(scope="module")
-def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, Path, list[str]]:
-    """One quick probe for all tests: the result, its directory, and what it said."""
-    folder, said = tmp_path_factory.mktemp("disk"), list[str]()
-    hardware = probing.probe(
-        directory=folder, quick=True, transfer_bytes=2 * MIB - 5, progress=said.append
+def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurements, list[Path], list[str]]:
+    """One quick probe of two directories for all tests: result, directories, what it said."""
+    folders = [tmp_path_factory.mktemp("disk") for _ in range(2)]
+    said: list[str] = []
+    measured = measure_machine(
+        directory=folders, quick=True, sizes=SIZES, sustained=0.2, progress=said.append
     )
-    return hardware, folder, said
+    return measured, folders, said
 
 
-def test_the_result_survives_its_file(probed: tuple[Hardware, Path, list[str]]) -> None:
+@pytest.fixture
+def hardware(probed: tuple[Measurements, list[Path], list[str]]) -> Hardware:
+    """What it came to."""
+    return probed[0].hardware
+
+
+def test_the_result_survives_its_file(hardware: Hardware) -> None:
     """What was measured can be saved and validates when it is read again."""
-    hardware = probed[0]
     assert Hardware.from_toml(hardware.to_toml(), "probed") == hardware
 
 
-def test_rates_are_those_of_a_machine(probed: tuple[Hardware, Path, list[str]]) -> None:
+def test_rates_are_those_of_a_machine(hardware: Hardware) -> None:
     """Memory moves gigabytes a second, a disk megabytes; latencies are far below a second."""
-    hardware = probed[0]
-    ssd, host = hardware.ssd[0], hardware.host
+    host = hardware.host
     assert 0.05e9 < host.duplex_read_rate <= host.read_rate < 1e12
     assert 0.05e9 < host.duplex_write_rate <= host.write_rate < 1e12
-    assert 1e6 < ssd.duplex_read_rate <= ssd.read_rate < 1e12
-    assert 0 < host.latency_seconds < 0.1
-    assert 0 < ssd.latency_seconds < 0.5
+    assert 0 <= host.latency_seconds < 0.1
+    for ssd in hardware.ssd:
+        assert 1e6 < ssd.duplex_read_rate <= ssd.read_rate < 1e12
+        assert 1e6 < ssd.duplex_write_rate <= ssd.write_rate < 1e12
+        assert 0 <= ssd.latency_seconds < 0.5
     assert hardware.slowdown.both >= 1
 
 
-def test_the_link_never_binds_on_a_cpu(probed: tuple[Hardware, Path, list[str]]) -> None:
-    """Main memory is the link; both devices at full rate together stay within it."""
-    hardware = probed[0]
-    link, host, ssd = hardware.link[0], hardware.host, hardware.ssd[0]
-    for name in ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate"):
-        assert getattr(link, name) >= getattr(host, name) + getattr(ssd, name) - 1
+def test_the_link_never_binds_on_a_cpu(hardware: Hardware) -> None:
+    """Main memory is the link; all devices at full rate together stay within it."""
+    link, host = hardware.link[0], hardware.host
+    for kind in KINDS:
+        ssds = sum(getattr(ssd, f"{kind}_rate") for ssd in hardware.ssd)
+        assert getattr(link, f"{kind}_rate") >= getattr(host, f"{kind}_rate") + ssds - 1
 
 
-def test_capacities_fit_the_machine(probed: tuple[Hardware, Path, list[str]]) -> None:
+def test_capacities_fit_the_machine(
+    hardware: Hardware, probed: tuple[Measurements, list[Path], list[str]]
+) -> None:
     """Half of the memory plays the GPU, a quarter the host; the disk keeps a tenth free."""
-    hardware, folder, _ = probed
-    memory_bytes = probing.usable_memory_bytes()
+    memory_bytes = usable_memory_bytes()
     assert 0 < memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert hardware.gpu[0].memory_bytes == memory_bytes // 2
     assert hardware.host.memory_bytes == memory_bytes // 4
-    system = os.statvfs(folder)
-    assert hardware.ssd[0].capacity_bytes < system.f_blocks * system.f_frsize
+    system = os.statvfs(probed[1][0])
+    assert 0 < hardware.ssd[0].capacity_bytes < system.f_blocks * system.f_frsize
 
 
-def test_it_cleans_up_and_says_what_it_does(probed: tuple[Hardware, Path, list[str]]) -> None:
-    """No file, no thread; the given directory stands in the result, a temporary one would not."""
-    hardware, folder, said = probed
-    assert list(folder.iterdir()) == []
+def test_it_cleans_up_and_says_what_it_does(
+    hardware: Hardware, probed: tuple[Measurements, list[Path], list[str]]
+) -> None:
+    """No file, no thread; each given directory is a device of its own."""
+    _, folders, said = probed
+    assert all(list(folder.iterdir()) == [] for folder in folders)
     assert not [x for x in threading.enumerate() if x.name.startswith("teraio-")]
-    assert hardware.ssd[0].paths == (str(folder),)
-    assert len(said) == 3
-    assert str(folder) in said[-1]
+    assert [(ssd.name, ssd.paths) for ssd in hardware.ssd] == [
+        ("ssd0", (str(folders[0]),)),
+        ("ssd1", (str(folders[1]),)),
+    ]
+    assert sum(str(folder) in line for folder in folders for line in said) == 2
+    assert said[-1] == "all disks at once"
+
+
+def test_tables_are_complete(probed: tuple[Measurements, list[Path], list[str]]) -> None:
+    """Every path has every kind at every size, and what the fit makes of it; all of it is JSON."""
+    data = json.loads(json.dumps(probed[0].to_dict()))
+    rows = data["rates"]["rows"]
+    assert {(row["device"], row["kind"], row["bytes"]) for row in rows} == {
+        (device, kind, size)
+        for device in ("host", "ssd0", "ssd1")
+        for kind in KINDS
+        for size in SIZES
+    }
+    for row in rows:
+        # Time predicted over time measured, as rates.
+        assert row["rate"] / row["fitted_rate"] - 1 == pytest.approx(row["misfit"])
+    assert abs(data["worst_misfit"]) == pytest.approx(max(abs(row["misfit"]) for row in rows))
+    assert [row["kind"] for row in data["kernels"]["rows"]] == list(QUICK.kernels)
+    assert {row["device"] for row in data["sustained_writes"]["rows"]} == {"ssd0", "ssd1"}
+    assert data["gpu"][0]["name"] == "main memory"
+
+
+def test_one_drive_given_twice_is_noticed(
+    probed: tuple[Measurements, list[Path], list[str]],
+) -> None:
+    """Both directories lie on one file system, so they share its rates."""
+    assert any("lie on one file system" in note for note in probed[0].notes)
+
+
+def test_the_sustained_rate_limits_writes(
+    probed: tuple[Measurements, list[Path], list[str]],
+) -> None:
+    """No drive is said to write faster than it did in the long run."""
+    for writes, ssd in zip(probed[0].sustained, probed[0].hardware.ssd, strict=True):
+        assert writes.end_seconds[-1] >= 0.2
+        assert ssd.write_rate <= writes.rate * 1.001
+
+
+def test_the_picture_shows_paths_and_writes(
+    probed: tuple[Measurements, list[Path], list[str]], tmp_path: Path
+) -> None:
+    """One panel per path, one for the writes over time."""
+    axes = plot_measurements(probed[0])
+    drawing.save_picture(axes, tmp_path / "probe.png")
+    assert len(axes.figure.axes) == 4
+    assert axes.figure.axes[-1].get_ylabel() == "sustained writes (GB/s)"
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+
+
+def test_striped_directories_are_one_device(tmp_path: Path) -> None:
+    """Two folders, one SSD; without --sustained a quick probe does not wait for the cache."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    measured = measure_machine(directory=folders, stripe=True, quick=True, sizes=SIZES)
+    (ssd,) = measured.hardware.ssd
+    assert ssd.paths == tuple(map(str, folders))
+    assert measured.sustained == ()
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def test_a_temporary_folder_is_not_in_the_result() -> None:
+    """It is gone; and host memory that was asked for is the host tier's."""
+    hardware = probe(quick=True, sizes=["1MiB"], host_memory="64MiB")
+    assert hardware.ssd[0].paths == ()
+    assert hardware.host.memory_bytes == 64 * MIB
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device": "meta"}, "device: must be cpu or cuda, got 'meta'"),
-        ({"transfer_bytes": 0}, "transfer_bytes: must be positive, got 0"),
+        ({"device": "meta"}, "device: must be cpu, cuda or cuda:N, got 'meta'"),
+        ({"sizes": [0]}, "sizes: between 1 byte and"),
+        ({"sizes": ["1TiB"]}, "sizes: between 1 byte and"),
+        ({"sizes": []}, "sizes: between 1 byte and"),
+        ({"sustained": -1.0}, "sustained: must be 0 or more seconds, got -1"),
+        ({"stripe": True}, "stripe: needs a --directory on each"),
+        ({"directory": "/nowhere"}, "directory: /nowhere is not a directory"),
+        ({"host_memory": "1PiB"}, "host_memory: needs 1126 TB"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    """One line that says what to change."""
+def test_wrong_arguments_are_named(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that says what to change, before anything is measured."""
+    monkeypatch.setattr(machine, "measure_host", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("teraio.executor.probing.limits.available_memory_bytes", lambda: 0)
     with pytest.raises(InputError, match=message):
-        probing.probe(quick=True, **arguments)
+        probe(quick=True, **arguments)
 
 
-def test_control_groups_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least limit of the group and its parents counts; "max" is none."""
-    (tmp_path / "outer" / "inner").mkdir(parents=True)
-    (tmp_path / "outer" / "memory.max").write_text("1000000\n")
-    (tmp_path / "outer" / "inner" / "memory.max").write_text("max\n")
-    (tmp_path / "self").write_text("0::/outer/inner\n")
-    monkeypatch.setattr(probing, "_CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(probing, "_OWN_GROUPS", tmp_path / "self")
-    assert probing.usable_memory_bytes() == 1000000
+def test_disks_that_slow_each_other_down_are_described_by_what_they_keep(tmp_path: Path) -> None:
+    """Shares lie between nothing and all, whatever noise says."""
+    disks = [Disk("ssd0", (tmp_path,)), Disk("ssd1", (tmp_path,))]
+    effort = replace(QUICK, sizes=SIZES, disk_bytes=8 * MIB)
+    disk_probe = DiskProbe(GpuPlace(0, "cpu"), effort, None, lambda message: None)
+    measured = [disk_probe.measure(disk) for disk in disks]
+    assert all(0 < share <= 1 for share in disk_probe.shares_beside_each_other(measured))
 
 
 def test_slowdown_of_partly_covered_kernels() -> None:
     """2 s of kernels; beside transfers they run at half speed, for 4, 2 or 0.5 s."""
-    assert probing._factor(2.0, 4.0, 4.5) == pytest.approx(2.0)
-    assert probing._factor(2.0, 3.0, 2.0) == pytest.approx(2.0)
-    assert probing._factor(2.0, 2.25, 0.5) == pytest.approx(2.0)
+    assert slowdown_factor(2.0, 4.0, 4.5) == pytest.approx(2.0)
+    assert slowdown_factor(2.0, 3.0, 2.0) == pytest.approx(2.0)
+    assert slowdown_factor(2.0, 2.25, 0.5) == pytest.approx(2.0)
 
 
-def test_rates_within_a_window() -> None:
-    """Three transfers of 100 bytes; the window cuts the last in half, and idle time is no time."""
-    spans = [(0.0, 1.0), (1.0, 2.0), (3.0, 5.0)]
-    issued = [
-        cast(Transfer, SimpleNamespace(start_seconds=start, end_seconds=end, nbytes=100))
-        for start, end in spans
-    ]
-    assert probing._rate(issued, 0.0, 2.0) == pytest.approx(100.0)
-    assert probing._rate(issued, 0.0, 4.0) == pytest.approx(250.0 / 3)
-    assert probing._rate([], 0.0, 4.0) == 0.0
+def test_one_slowdown_stands_for_a_step() -> None:
+    """Kinds count by their shares, those that were measured: here 0.35 and 0.2."""
+    slowdown = weighted_slowdown(
+        {"fp32 matmul": Slowdown(read=1.0), "elementwise": Slowdown(read=1.55, both=1.11)}
+    )
+    assert slowdown.read == pytest.approx(1.2)
+    assert slowdown.both == pytest.approx(1.04)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu(tmp_path: Path) -> None:
-    """The link of a GPU is what pinned copies show; its memory is what is free."""
-    hardware = probing.probe(device="cuda", directory=tmp_path, quick=True)
-    assert hardware.link[0].read_rate == hardware.host.read_rate > 1e9
-    assert 0 < hardware.gpu[0].memory_bytes <= torch.cuda.mem_get_info()[1]
+    """Links are what pinned copies show; the fit holds; memory is what is free."""
+    measured = measure_machine(device="cuda", directory=tmp_path, quick=True)
+    hardware = measured.hardware
+    assert len(hardware.gpu) == torch.cuda.device_count()
+    assert hardware.host.read_rate > 1e9
+    for gpu in range(len(hardware.gpu)):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
+        assert 0 < hardware.gpu[gpu].memory_bytes <= total_bytes
+        assert hardware.link_of_rank(gpu).read_rate > 1e9
+        assert free_bytes > 0
+    host_paths = [path for path in measured.paths if path.device == "host"]
+    assert all(abs(path.worst_misfit) < 0.5 for path in host_paths)
+    # Time to issue is no part of it: 1 MiB takes less than the 60 us of a thread that waits.
+    (small,) = [x for x in host_paths[0].timings if (x.kind, x.nbytes) == ("read", MIB)]
+    assert small.rate > 17e9 or hardware.host.read_rate < 30e9
