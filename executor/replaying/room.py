@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from teraio.contracts.hardware import HOST, Hardware
 from teraio.contracts.plan import Plan
 from teraio.errors import InputError
 from teraio.executor.execution import planned_bytes_per_device
+from teraio.executor.probing.limits import available_memory_bytes, check_memory_by_touching
 from teraio.executor.replaying.scene import Scene
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.traces.trace import UNTRACKED, Trace
@@ -61,13 +61,13 @@ def _host_budget(plan: Plan, hardware: Hardware, planned: dict[str, int]) -> int
         for ssd in hardware.ssds_of_rank(metadata.rank)
         if planned.get(ssd.name, 0) and not ssd.gds
     )
-    left = given - bounce_bytes
-    if planned.get(HOST, 0) > left:
+    needed_bytes = planned.get(HOST, 0) + bounce_bytes
+    if needed_bytes > given:
         raise InputError(
-            f"host_memory: the plan needs {planned[HOST] + bounce_bytes} bytes, the budget is "
-            f"{given}; plan again for this budget"
+            f"host_memory: the plan needs {needed_bytes} bytes, the budget is {given}; "
+            "plan again for this budget"
         )
-    return max(left, 0)
+    return given - bounce_bytes
 
 
 def _check_room(plan: Plan, trace: Trace, host_bytes: int, device_type: str) -> None:
@@ -76,26 +76,20 @@ def _check_room(plan: Plan, trace: Trace, host_bytes: int, device_type: str) -> 
     if device_type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info()
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        _refuse("GPU memory", gpu_bytes, free_bytes, "take a smaller --scale")
+        if gpu_bytes > free_bytes:
+            raise InputError(
+                f"replay: takes {format_bytes(gpu_bytes)} of GPU memory, of which "
+                f"{format_bytes(free_bytes)} are free; take a smaller --scale"
+            )
         gpu_bytes = 0
-    available_bytes = _available_bytes()
-    if available_bytes is not None:
-        remedy = "take a smaller --scale, or less --host-memory"
-        _refuse("main memory", gpu_bytes + host_bytes, available_bytes, remedy)
+    needed_bytes = gpu_bytes + host_bytes
+    if needed_bytes > available_memory_bytes():
+        _check_main_memory(needed_bytes)
 
 
-def _refuse(what: str, needed_bytes: int, free_bytes: int, remedy: str) -> None:
-    if needed_bytes > free_bytes:
-        raise InputError(
-            f"replay: takes {format_bytes(needed_bytes)} of {what}, of which "
-            f"{format_bytes(free_bytes)} are free; {remedy}"
-        )
-
-
-def _available_bytes() -> int | None:
-    """Main memory that programs can still get; None where the system does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+def _check_main_memory(needed_bytes: int) -> None:
+    """Some machines get more memory than they show as it is used."""
+    try:
+        check_memory_by_touching(needed_bytes)
+    except InputError as error:
+        raise InputError(f"{error}, or take a smaller --scale") from None

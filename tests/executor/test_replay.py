@@ -19,6 +19,7 @@ import teraio
 from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Ssd
 from teraio.contracts.plan import Accesses, Moves, Plan
 from teraio.errors import CapacityError, InputError, OffloadWarning, StoreError
+from teraio.executor.probing import limits
 from teraio.executor.replaying import room
 from teraio.executor.replaying.plan_replay import Replay
 from teraio.executor.stores.host import HostStore
@@ -206,6 +207,16 @@ def test_the_disk_tier(tmp_path: Path) -> None:
     assert replay.transfers_checked > 0
 
 
+def test_bounce_buffers_count_as_host_memory(tmp_path: Path) -> None:
+    """Where an SSD has no direct path, a plan without host memory needs some all the same."""
+    trace, hardware = layers(), machine()
+    bouncing = replace(hardware, ssd=(replace(hardware.ssd[0], gds=False, bounce_bytes=MB),))
+    plan = evict_everything(trace, bouncing, tiers="ssd")
+    assert play(trace, plan, ssd_path=tmp_path, host_memory=MB).transfers_checked > 0
+    with pytest.raises(InputError, match="host_memory: the plan needs 1000000 bytes"):
+        play(trace, plan, ssd_path=tmp_path, host_memory=0)
+
+
 def test_on_demand_without_a_plan() -> None:
     """The same fetches and evictions as the simulator's, within the budget."""
     trace = layers()
@@ -390,9 +401,11 @@ def test_hardware_is_needed_without_a_plan() -> None:
 
 def test_too_little_memory_is_said_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the remedy."""
-    monkeypatch.setattr(room, "_available_bytes", lambda: 10 * MB)
+    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 10 * MB)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: 10 * MB)
+    monkeypatch.setattr(limits, "_GROWING_SECONDS", 0.0)
     trace = layers()
-    with pytest.raises(InputError, match=r"main memory.*--scale"):
+    with pytest.raises(InputError, match=r"needs .* has .* --scale"):
         teraio.replay(trace, evict_everything(trace, machine()))
 
 
