@@ -25,6 +25,9 @@ from torch import Tensor
 
 from teraio.profiler.product_precision import product_precision_of
 
+ADAMW = {"lr": LEARNING_RATE, "weight_decay": 0.01}
+"""As AdamW of PyTorch is by default; DeepSpeed takes its own version on the CPU."""
+
 BUFFER_COUNT = 12
 """Of optimizer states on NVMe: with pipelined reads and writes fewer end in an assertion."""
 
@@ -69,7 +72,7 @@ def configuration(setting: Setting, nvme_folder: Path | None) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         # As users of DeepSpeed do, which keeps parameters in bfloat16 and their masters in float32.
         "bf16": {"enabled": setting.dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": False}},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": optimizer,

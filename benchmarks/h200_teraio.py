@@ -69,6 +69,9 @@ from teraio.profiler.costs.timings import Timings
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes, format_seconds, parse_bytes
 
+LANDING_STEPS = 3
+"""More to warm up where a plan has to be laid over other kernels first."""
+
 PROBE_SIZES_MIB = (4, 16, 64, 128)
 """Sizes of what moves: weights of bench-3.4b are 38 to 393 MB."""
 
@@ -242,7 +245,7 @@ class Session:
         if contender.name == "ideal":
             return plain.window.as_row() | plain.memory | {"runs_agree": plain.runs_agree}
         plan, row = self.planned(contender)
-        row |= self._execute(plan)
+        row |= self._execute(plan, lands=contender.name == "fake-trace")
         row |= comparison(row, plain.window.step_seconds)
         say(outcome_text(contender, row))
         return row
@@ -293,14 +296,20 @@ class Session:
         """A share of the peak of the measured trace, for the plan of the fake trace too."""
         return int((contender.budget_share or 1.0) * self.trace.peak_allocated_bytes)
 
-    def _execute(self, plan: Plan) -> dict[str, Any]:
-        """Train under the plan: seconds, memory, what the run reports, whether bits are equal."""
+    def _execute(self, plan: Plan, *, lands: bool) -> dict[str, Any]:
+        """Train under the plan: seconds, memory, what the run reports, whether bits are equal.
+
+        ``lands``: the plan is of a trace that is not the run's, which takes it some steps to learn.
+        """
         forget_memory(self.device)
         trainee = Trainee(self.setting)
         host = HostMemory()
         arena_bytes = plan.metadata.arena_bytes.get(HOST, 0)
         # A plan without moves was made for exactly the peak; it is to show the executor alone.
         gpu_memory = None if len(plan.moves) else self.hardware.gpu[0].memory_bytes
+        # As many in all as without a plan, so that losses can be compared.
+        learning = min(LANDING_STEPS, self.order.steps - 1) if lands else 0
+        warm_up, steps = self.order.warm_up + learning, self.order.steps - learning
         began = time.perf_counter()
         with teraio.execute(
             plan,
@@ -310,7 +319,7 @@ class Session:
             host_memory=arena_bytes + parse_bytes(self.order.spare_host, "spare_host"),
         ) as run:
             opening_seconds = time.perf_counter() - began
-            window = run_window(trainee.step, self.order.warm_up, self.order.steps, self.device)
+            window = run_window(trainee.step, warm_up, steps, self.device)
             memory = peaks(self.device) | host.as_row()
         row = window.as_row() | memory | run_figures(run.report)
         row["opening_seconds"] = opening_seconds
