@@ -16,7 +16,9 @@ from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.timeline import Timeline
 from teraio.errors import InputError, OffloadWarning
 from teraio.executor.compiled_regions import CompiledRegionGuard
+from teraio.executor.homes import Homes
 from teraio.executor.interrupt_guard import InterruptGuard
+from teraio.executor.leaving import ON_EXIT
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
 from teraio.executor.optimizer_in_backward import OptimizerInBackward
@@ -34,6 +36,7 @@ from teraio.executor.read_guard import ReadGuard
 from teraio.executor.report import RunReport as RunReport
 from teraio.executor.report import make_report
 from teraio.executor.residency import Residency
+from teraio.executor.run_contents import RunContents
 from teraio.executor.run_handle import RunHandle
 from teraio.executor.stepping_order import SteppingOrder
 from teraio.executor.thread_guard import ForkGuard, ThreadGuard
@@ -53,7 +56,7 @@ class _Guard(Protocol):
     def stop(self) -> None: ...
 
 
-class Execution:
+class Execution(RunContents):
     """A training loop under a plan; made by :func:`execute`.
 
     Inside the ``with`` block every operator finds its storages on the GPU, whatever the plan says.
@@ -79,9 +82,12 @@ class Execution:
         ssd_path: str | Path | None,
         on_drift: str,
         device: str | torch.device | None,
+        on_exit: str = "restore",
     ) -> None:
         if on_drift not in ON_DRIFT:
             raise InputError(f"on_drift: must be one of {ON_DRIFT}, got {on_drift!r}")
+        if on_exit not in ON_EXIT:
+            raise InputError(f"on_exit: must be one of {ON_EXIT}, got {on_exit!r}")
         metadata = plan.metadata
         self.plan = plan
         self._models, self._optimizers = models, optimizers
@@ -89,6 +95,7 @@ class Execution:
         self._host_bytes = _budget(host_memory, metadata.host_memory_bytes, "host_memory")
         self._ssd_path = ssd_path
         self._stops_on_drift = on_drift == "stop"
+        self._discards = on_exit == "discard"
         self._device_type = _device_type(plan, models, device)
         self._stack = ExitStack()
         self._mode: ExecutorMode | None = None
@@ -121,7 +128,7 @@ class Execution:
             for guard in guards:
                 stack.callback(guard.stop)
                 guard.start()
-            stack.callback(handle.end)
+            stack.callback(handle.end, discards=self._discards)
             mode.start()
             self._stack = stack.pop_all()
         return self
@@ -202,6 +209,8 @@ class Execution:
             device_type=self._device_type,
             stops_on_drift=self._stops_on_drift,
         )
+        arenas = planned_bytes_per_device(self.plan, self.plan.hardware)
+        residency.find_slot = Homes(mode, self.plan, arenas).find_slot
         for model in self._models:
             mode.names.add_model(model)
         for optimizer in self._optimizers:
@@ -237,10 +246,13 @@ def execute(
     ssd_path: str | Path | None = None,
     on_drift: str = "fetch",
     device: str | torch.device | None = None,
+    on_exit: str = "restore",
 ) -> Execution:
     """Execute a plan in the training loop inside the ``with`` block; results stay bit-identical.
 
     Budgets default to the plan's, ``ssd_path`` to the plan's hardware, then a temporary folder.
+    ``on_exit``: ``restore`` brings everything back to the GPU at the end of the block, ``discard``
+    leaves what is away without memory (on the meta device): for models that do not fit.
     ``on_drift``: ``fetch`` goes on and fetches on demand, ``stop`` raises DriftError. Without
     ``model`` and ``optimizer`` both are noticed as they run. ``device`` is the one whose memory is
     planned: the model's, else the plan's. Of several ranks each executes its own ``plan``: a name
@@ -256,6 +268,7 @@ def execute(
         ssd_path=ssd_path,
         on_drift=on_drift,
         device=device,
+        on_exit=on_exit,
     )
 
 
@@ -283,6 +296,8 @@ def run_script(
         ssd_path=ssd_path,
         on_drift=on_drift,
         device=device,
+        # Nobody is left who could use what is away when the script has ended.
+        on_exit="discard",
     )
     with execution:
         run_training_script(script, arguments)
@@ -344,7 +359,8 @@ def _device_type(
         return torch.device(device).type
     for model in models:
         for parameter in model.parameters():
-            return parameter.device.type
+            if not parameter.is_meta:
+                return parameter.device.type
     planned = torch.device(plan.metadata.device or "cpu").type
     if planned == "cuda" and not torch.cuda.is_available():
         raise InputError(

@@ -193,7 +193,7 @@ class ExecutorMode(KernelMode):
     def _adapt(self, *, is_cold: bool, is_clean: bool) -> None:
         """Learn from the iteration that has ended, if it was not the planned one."""
         if not is_clean:
-            self._bind_names()
+            self.bind_names()
         landing = self.adaptation.end_iteration(is_cold=is_cold, is_clean=is_clean)
         if landing is not None:
             self._follow(landing)
@@ -227,7 +227,7 @@ class ExecutorMode(KernelMode):
         if len(self.names.models) != known and not self.is_idle:
             # Noticed just now: what it holds counts from here on, not from its first use.
             with self.lock:
-                self._bind_names()
+                self.bind_names()
             self.deliver_interrupt()
 
     def lock_is_mine(self) -> bool:
@@ -277,7 +277,24 @@ class ExecutorMode(KernelMode):
                 holding.is_held = False
                 self.residency.order.note_use(holding)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Kernels inside belong to no iteration: they make a model, or load one."""
+        kernel, state, observation = self.kernel, self.position.state, self.adaptation.observation
+        self.position.state, self.adaptation.observation = RunState.COLD, None
+        try:
+            yield
+        finally:
+            self.kernel, self.position.state = kernel, state
+            self.adaptation.observation = observation
+            self._viewed, self._has_begun = {}, False
+
     # Identity
+
+    @property
+    def binding(self) -> Binding:
+        """Who plays which row of the plan."""
+        return self._binding
 
     def take_places(self, *, must_start: bool) -> None:
         """Bind named storages to the plan's rows and put everything where kernel 0 expects it.
@@ -286,7 +303,7 @@ class ExecutorMode(KernelMode):
         end of an iteration that did not go by the plan (``must_start``).
         """
         start = time.perf_counter()
-        if self._bind_names() or must_start:
+        if self.bind_names() or must_start:
             self.residency.victim_key = self._by_next_use
             with torch._C._DisableTorchDispatch():
                 self.placement.establish(self.residency, self._binding.holding_of_row)
@@ -295,7 +312,8 @@ class ExecutorMode(KernelMode):
             self.log.cold_start_seconds += time.perf_counter() - start
             self.log.restart_clock(self.residency)
 
-    def _bind_names(self) -> bool:
+    def bind_names(self) -> bool:
+        """Bind what has a name by now; whether all that the plan knows by name exists."""
         return self._binding.bind_names(self.names, self.registry, self._holding)
 
     def _holding(self, state: StorageState) -> Holding:

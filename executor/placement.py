@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 
 from teraio.contracts.plan import Plan
+from teraio.errors import CapacityError
 from teraio.executor.holding import Holding
 from teraio.executor.residency import Residency
 from teraio.executor.tiers import Slot
@@ -51,17 +53,27 @@ class Placement:
         """Whether these rows cover what the plan knows by name: false before the first step."""
         return bool(self._expected) and self._expected.issubset(rows)
 
+    def place_of_row(self, row: int) -> tuple[str, int] | None:
+        """(device, offset) of a storage that is away when kernel 0 begins; None for any other."""
+        return self._away.get(row)
+
+    def send_home(self, residency: Residency, holding: Holding) -> None:
+        """Write a storage to its place and give its memory back, if it belongs away."""
+        place = self._away.get(holding.row)
+        if place is not None:
+            self._put_away(residency, holding, holding.row, *place)
+
     def establish(self, residency: Residency, holding_of_row: Sequence[Holding | None]) -> None:
         """Move what lies elsewhere, as far as memory allows; what is missing comes on demand."""
-        # A place may be held by a storage that belongs on the GPU, and the GPU's room by storages
-        # that belong away: two rounds resolve both.
-        for _ in range(2):
-            for row, (device, offset_bytes) in self._away.items():
-                self._put_away(residency, holding_of_row[row], row, device, offset_bytes)
-            for row in self._on_gpu:
-                holding = holding_of_row[row]
-                if holding is not None:
-                    residency.prefetch(holding, 0)
+        # A place may be held by a storage that belongs on the GPU or in another place, and the
+        # GPU's room by storages that belong away: rounds resolve both, until none changes anything.
+        num_left, insists = len(self._away) + len(self._on_gpu) + 1, False
+        while num_left:
+            num_misplaced = self._establish_once(residency, holding_of_row, insists=insists)
+            if num_misplaced >= num_left and insists:
+                break
+            insists = num_misplaced >= num_left
+            num_left = min(num_misplaced, num_left)
         for row, device, offset_bytes in self._copies:
             holding = holding_of_row[row]
             if holding is not None and holding.is_resident:
@@ -71,15 +83,32 @@ class Placement:
             if holding.row < 0:
                 residency.prefetch(holding, 0)
 
+    def _establish_once(
+        self, residency: Residency, holding_of_row: Sequence[Holding | None], *, insists: bool
+    ) -> int:
+        """Number of storages that are still elsewhere. ``insists``: one that lies in another's
+        place comes to the GPU although others must leave for it.
+        """
+        away = _alive(holding_of_row, self._away)
+        resting = _alive(holding_of_row, self._on_gpu)
+        for holding in away:
+            place = self._away[holding.row]
+            if insists and not holding.is_resident and not _lies_at(holding, *place):
+                _make_room(residency, holding, (holding,))
+            self._put_away(residency, holding, holding.row, *place)
+        for holding in resting:
+            if insists and not holding.is_resident:
+                _make_room(residency, holding, {holding, *resting})
+            residency.prefetch(holding, 0)
+        return sum(not holding.is_resident for holding in resting) + sum(
+            holding.is_resident or not _lies_at(holding, *self._away[holding.row])
+            for holding in away
+        )
+
     def _put_away(
-        self,
-        residency: Residency,
-        holding: Holding | None,
-        row: int,
-        device: str,
-        offset_bytes: int,
+        self, residency: Residency, holding: Holding, row: int, device: str, offset_bytes: int
     ) -> None:
-        if holding is None or (_lies_at(holding, device, offset_bytes) and not holding.is_resident):
+        if _lies_at(holding, device, offset_bytes) and not holding.is_resident:
             return
         if not holding.is_resident:
             residency.prefetch(holding, 0)
@@ -98,6 +127,17 @@ class Placement:
             return False
         residency.offload(holding, slot)
         return True
+
+
+def _alive(holding_of_row: Sequence[Holding | None], rows: Iterable[int]) -> list[Holding]:
+    """Of the storages that play these rows, those that live and still do."""
+    holdings = ((row, holding_of_row[row]) for row in rows)
+    return [h for row, h in holdings if h is not None and h.row == row and not h.is_dead]
+
+
+def _make_room(residency: Residency, holding: Holding, protected: Collection[Holding]) -> None:
+    with suppress(CapacityError):
+        residency.make_room(holding.allocated_bytes, protected)
 
 
 def _lies_at(holding: Holding, device: str, offset_bytes: int) -> bool:

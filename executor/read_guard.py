@@ -10,11 +10,13 @@ is used; one that a running kernel takes does not, because it ends with the kern
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 
 from teraio.executor.patches import Patches
+from teraio.executor.streamed_saving import StreamedArchive
 from teraio.profiler.storages import storage_of
 
 _COPYING = ("tolist", "__deepcopy__", "__reduce_ex__", "__repr__")
@@ -43,6 +45,19 @@ class Guarded(Protocol):
         """Bring everything back; the result undoes it."""
         ...
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether this thread is inside :meth:`saving`."""
+        ...
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, storages that are away are read one by one: :meth:`borrow`."""
+        ...
+
+    def borrow(self, storage: torch.UntypedStorage) -> AbstractContextManager[None]:
+        """Have a storage on the GPU inside the block, and where it was afterwards."""
+        ...
+
 
 class ReadGuard:
     """Patches while active, on behalf of one run."""
@@ -63,8 +78,8 @@ class ReadGuard:
             self._guard_size(name)
         self._guard_resize()
         # What torch.save calls, whatever name the user has imported it under.
-        for name in ("_save", "_legacy_save"):
-            self._guard_save(name)
+        self._guard_save()
+        self._guard_legacy_save()
 
     def stop(self) -> None:
         """Take them away."""
@@ -72,10 +87,12 @@ class ReadGuard:
 
     def _guard_tensor_method(self, owner: Any, name: str, *, is_pointer: bool) -> None:
         run = self._run
+        # A save's pickle refers to storages, which are read one by one afterwards.
+        is_read_later = name == "__reduce_ex__"
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                storage = storage_of(tensor)
+                storage = None if is_read_later and run.is_streaming else storage_of(tensor)
                 if storage is not None:
                     run.require(storage, is_pointer=is_pointer)
                 return original(tensor, *args, **kwargs)
@@ -86,13 +103,19 @@ class ReadGuard:
 
     def _guard_storage_method(self, name: str, *, is_pointer: bool) -> None:
         run = self._run
+        # A save asks for addresses only to tell storages apart.
+        is_read_later = name == "data_ptr"
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def guarded(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-                run.require(storage, is_pointer=is_pointer)
-                for argument in args:
-                    if isinstance(argument, torch.UntypedStorage):
-                        run.require(argument, is_pointer=False)
+                storages = [storage, *(a for a in args if isinstance(a, torch.UntypedStorage))]
+                if run.is_streaming:
+                    with ExitStack() as lent:
+                        for one in [] if is_read_later else storages:
+                            lent.enter_context(run.borrow(one))
+                        return original(storage, *args, **kwargs)
+                for one in storages:
+                    run.require(one, is_pointer=is_pointer and one is storage)
                 return original(storage, *args, **kwargs)
 
             return guarded
@@ -127,7 +150,20 @@ class ReadGuard:
 
         self._patches.wrap(torch.UntypedStorage, "resize_", make)
 
-    def _guard_save(self, name: str) -> None:
+    def _guard_save(self) -> None:
+        run = self._run
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def guarded(obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> Any:
+                with run.saving():
+                    archive = StreamedArchive(zip_file, run.borrow)
+                    return original(obj, archive, *args, **kwargs)
+
+            return guarded
+
+        self._patches.wrap(torch.serialization, "_save", make)
+
+    def _guard_legacy_save(self) -> None:
         run = self._run
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,4 +176,4 @@ class ReadGuard:
 
             return guarded
 
-        self._patches.wrap(torch.serialization, name, make)
+        self._patches.wrap(torch.serialization, "_legacy_save", make)

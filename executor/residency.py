@@ -21,17 +21,18 @@ import torch
 from teraio.errors import CapacityError, StoreError
 from teraio.executor.eviction_order import EvictionOrder, least_recently_used
 from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait
+from teraio.executor.shortage import why_no_room
 from teraio.executor.stores import Store, Transfer
 from teraio.executor.tiers import Slot, Tiers
 from teraio.profiler.storages import StorageState, original_resize
-from teraio.units import format_bytes
 
 
 class Residency:
     """All holdings of a run under one GPU budget.
 
-    ``victim_key`` maps a holding to its eviction key, and the largest leaves first; ``kernel`` is
-    the index that records bear. Both are set by the mode that drives it.
+    ``victim_key`` maps a holding to its eviction key, and the largest leaves first; ``find_slot``
+    says where one goes that has no copy; ``kernel`` is the index that records bear. All are set by
+    those who drive it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Residency:
         self.traffic = Traffic()
         self.victim_key: Callable[[Holding], float] = least_recently_used
         self.order = EvictionOrder(lambda holding: self.victim_key(holding))
+        self.find_slot: Callable[[Holding], Slot] = lambda h: tiers.overflow_slot(h.state.nbytes)
         self._rounding_bytes = rounding_bytes
         self._holdings: set[Holding] = set()
         self._dead: deque[StorageState] = deque()
@@ -219,11 +221,17 @@ class Residency:
             return
         # Storages may have died since the kernel's boundary, while views of it were taken.
         self.bury()
+        homeless: CapacityError | None = None
         while self.used_bytes + need_bytes > self.capacity_bytes:
             victim = self.order.pop(self._holdings, protected)
             if victim is None:
-                raise CapacityError(self._why_no_room(need_bytes, protected))
-            self._evict(victim)
+                raise homeless or CapacityError(why_no_room(self, need_bytes, protected))
+            try:
+                self._evict(victim)
+            except CapacityError as error:
+                # Another, smaller one may still find a place.
+                homeless, protected = error, {*protected, victim}
+                self.order.note_use(victim)
 
     def bring_back(self) -> Callable[[], None]:
         """Fetch everything that is away, over the budget if it must be: nothing is lost.
@@ -276,7 +284,7 @@ class Residency:
         """
         try:
             self.bring_back()
-        finally:
+        except (StoreError, KeyboardInterrupt):
             for holding in self._holdings:
                 storage = holding.state.reference()
                 if not holding.is_resident and storage is not None:
@@ -309,23 +317,13 @@ class Residency:
         self.traffic.evictions += 1
         if holding.slot is None:
             self.traffic.eviction_bytes += holding.state.nbytes
-            slot = self.tiers.overflow_slot(holding.state.nbytes)
+            slot = self.find_slot(holding)
             try:
                 self.offload(holding, slot, "eviction")
             finally:
-                if holding.slot is not slot:
+                if holding.slot is not slot and slot.is_overflow:
                     self.tiers.free(slot)
         self.release(holding)
-
-    def _why_no_room(self, need_bytes: int, protected: Collection[Holding]) -> str:
-        fixed_bytes = sum(h.allocated_bytes for h in self._holdings if h.is_resident and h.is_fixed)
-        in_use_bytes = sum(h.allocated_bytes for h in protected if h.is_resident)
-        return (
-            f"kernel {self.kernel} needs {format_bytes(need_bytes)} more, but of the GPU budget of "
-            f"{format_bytes(self.capacity_bytes)} {format_bytes(self.used_bytes)} cannot leave "
-            f"({format_bytes(in_use_bytes)} used by it, {format_bytes(fixed_bytes)} pinned down by "
-            "NumPy, pointers or communication); raise --gpu-memory"
-        )
 
     def _vacate(self, slot: Slot, holding: Holding) -> None:
         """Give the planned place to ``holding``; who lies there is resident (:meth:`can_take`)."""

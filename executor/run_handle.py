@@ -8,9 +8,12 @@ from contextlib import contextmanager
 
 import torch
 
+from teraio.errors import CapacityError
 from teraio.executor.holding import Holding
+from teraio.executor.leaving import let_go
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.thread_guard import WORKER_THREAD_PREFIX
+from teraio.units import format_bytes
 
 
 class RunHandle:
@@ -60,16 +63,83 @@ class RunHandle:
 
         return undo
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, this thread reads storages one by one (:meth:`borrow`), within the budget; what
+        had to leave for them comes back at the end.
+        """
+        if self._mode.is_idle:
+            yield
+            return
+        with self._alone():
+            resident = [h for h in self._mode.residency.holdings() if h.is_resident]
+        was_streaming, self._saves.is_streaming = self.is_streaming, True
+        try:
+            yield
+        finally:
+            self._saves.is_streaming = was_streaming
+            with self._alone():
+                for holding in resident:
+                    self._mode.residency.prefetch(holding, 0)
+
+    @contextmanager
+    def borrow(self, storage: torch.UntypedStorage) -> Iterator[None]:
+        """Have a storage on the GPU inside the block, and where it was afterwards."""
+        holding = self._find(storage)
+        was_saving, self._saves.is_under_way = self._is_saving, True
+        lent: list[Holding] = []
+        try:
+            if holding is not None:
+                with self._alone():
+                    lent = [] if holding.is_held else [holding]
+                    was_away = not holding.is_resident
+                    self._require_within_budget(holding)
+                    holding.is_held = True
+            yield
+        finally:
+            self._saves.is_under_way = was_saving
+            for one in lent:
+                with self._alone():
+                    one.is_held = False
+                    self._mode.residency.order.note_use(one)
+                    if was_away:
+                        self._mode.residency.release(one)
+
+    def _require_within_budget(self, holding: Holding) -> None:
+        """If that cannot be, over the budget: a save is worth it."""
+        residency = self._mode.residency
+        try:
+            residency.require((holding,))
+        except CapacityError:
+            with residency.keeping():
+                residency.require((holding,))
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether this thread is inside :meth:`saving`."""
+        return getattr(self._saves, "is_streaming", False)
+
     def restore(self) -> None:
         """Bring everything back until memory is needed again."""
         with self._alone():
             self._mode.residency.restore()
 
-    def end(self) -> None:
-        """Bring everything back for good; threads that outlive the run meet an idle mode."""
+    def end(self, *, discards: bool = False) -> None:
+        """Bring everything back for good, or give up (:mod:`leaving`) what is away; threads that
+        outlive the run meet an idle mode. Raises CapacityError for what does not fit back.
+        """
         with self._alone():
             try:
+                if discards:
+                    let_go(self._mode)
                 self._mode.residency.end()
+            except torch.OutOfMemoryError:
+                lost_bytes = let_go(self._mode)
+                raise CapacityError(
+                    f"execute: {format_bytes(lost_bytes)} of the model and its optimizer do not "
+                    "fit back on the GPU and are lost; save them inside the block (run.save), and "
+                    'leave it with on_exit="discard"'
+                ) from None
             finally:
                 self._mode.is_idle = True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,13 +43,13 @@ def is_teraio_output(path: Path) -> bool:
     return any(head.startswith(start) and (mark in head or mark in tail) for start, mark in _MARKS)
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path, is_ours: Callable[[Path], bool] = is_teraio_output) -> None:
     """Raise InputError unless ``path`` is free or holds a teraio output, and its parent exists."""
     if not path.parent.is_dir():
         raise InputError(f"{path}: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{path}: the folder {path.parent} cannot be written to")
-    if (path.exists() or path.is_symlink()) and not is_teraio_output(path):
+    if (path.exists() or path.is_symlink()) and not is_ours(path):
         raise InputError(f"{path}: exists and was not written by teraio; not replaced")
 
 
@@ -88,14 +88,16 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_directory(path: Path) -> Iterator[Path]:
+def replacing_directory(
+    path: Path, is_ours: Callable[[Path], bool] = is_teraio_output
+) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``; on success it takes the place of ``path``.
 
     A directory cannot be replaced in one step everywhere: the old one first moves to
     :func:`previous_path`, from which :func:`recover_directory` brings it back if the second step
     never came.
     """
-    check_replaceable(path)
+    check_replaceable(path, is_ours)
     with _refusals_named(path):
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
