@@ -163,6 +163,8 @@ class Player:
         """Position of the next use in kernels since the replay began, so that it does not age."""
         kernel = self._residency.kernel
         here = self._iteration * self._schedule.num_kernels + kernel
+        if holding.row < 0:
+            return here
         return here + self._schedule.distance_to_next_use(holding.row, kernel)
 
 

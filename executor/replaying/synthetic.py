@@ -80,6 +80,8 @@ class SyntheticStorages:
         holding = self._residency.adopt(state)
         holding.is_fixed |= self._is_fixed[row]
         binding.bind(holding, row)
+        # When it was adopted, its row, and with it the next use, was not known yet.
+        self._residency.order.note_use(holding)
         self._tensors[row] = data
         self._patterns.born(row, data)
         return holding

@@ -18,6 +18,7 @@ import torch
 import teraio
 from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Ssd
 from teraio.contracts.plan import Accesses, Moves, Plan
+from teraio.contracts.timeline import Timeline
 from teraio.errors import CapacityError, InputError, OffloadWarning, StoreError
 from teraio.executor.probing import limits
 from teraio.executor.replaying import room
@@ -83,6 +84,13 @@ def transfers(replay: Replay) -> Counter[tuple[int, str]]:
     is_transfer = events.what == "transfer"
     rows = zip(events.storage[is_transfer].tolist(), events.cause[is_transfer], strict=True)
     return Counter(rows)
+
+
+def demand_fetches(timeline: Timeline) -> set[tuple[int, int]]:
+    """(kernel, storage) of every demand fetch."""
+    events = timeline.events
+    rows = events.take(events.cause == "demand_fetch")
+    return set(zip(rows.kernel.tolist(), rows.storage.tolist(), strict=True))
 
 
 @pytest.fixture
@@ -228,6 +236,18 @@ def test_on_demand_without_a_plan() -> None:
     assert measured.peak_gpu_bytes <= 9 * MB
     assert replay.transfers_checked >= 3 * predicted.demand_fetches
     assert replay.moves_planned == 0
+
+
+def test_on_demand_the_storage_needed_last_leaves(case: Any, machine: Any) -> None:
+    """What has just been created goes by its next use too: nothing comes back that the simulator
+    would have kept.
+    """
+    trace = case().trace()
+    hardware = machine(gpu_memory=int(0.6 * trace.peak_allocated_bytes))
+    replay = play(trace, None, hardware=hardware, iterations=3)
+    simulated = teraio.simulate(trace, None, hardware)
+    assert demand_fetches(replay.timeline)
+    assert demand_fetches(replay.timeline) <= demand_fetches(simulated)
 
 
 def test_a_plan_that_does_not_fit_is_helped_on_demand() -> None:
