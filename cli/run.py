@@ -17,12 +17,14 @@ from teraio.cli.options import (
 from teraio.cli.result import Result
 from teraio.cli.tables import duration, facts, size
 from teraio.cli.timelines import write_timeline
+from teraio.units import format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from teraio.contracts.plan import Plan
     from teraio.executor import RunReport
+    from teraio.executor.stores import FileUse
 
 
 @command(
@@ -35,7 +37,24 @@ if TYPE_CHECKING:
 )
 @gpu_memory_option
 @host_memory_option
-@click.option("--ssd-path", type=click.Path(path_type=Path), help="Folder for offloaded storages.")
+@click.option(
+    "--ssd-path",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Folder for offloaded storages; given more than once, they are striped over all.",
+)
+@click.option(
+    "--ssd-backend",
+    type=click.Choice(["auto", "gds", "file"]),
+    default="auto",
+    show_default=True,
+    help="What serves the SSD files: kvikio (GPUDirect Storage), system calls, or the faster one.",
+)
+@click.option(
+    "--verify-transfers",
+    is_flag=True,
+    help="Compare a checksum of everything that comes back from a tier. Slow.",
+)
 @click.option(
     "--on-drift",
     type=click.Choice(["fetch", "stop"]),
@@ -55,7 +74,9 @@ def run(
     arguments: tuple[str, ...],
     gpu_memory: int | None,
     host_memory: int | None,
-    ssd_path: Path | None,
+    ssd_path: tuple[Path, ...],
+    ssd_backend: str,
+    verify_transfers: bool,
     on_drift: str,
     device: str | None,
     timeline: Path | None,
@@ -79,7 +100,9 @@ def run(
         list(arguments),
         gpu_memory=gpu_memory,
         host_memory=host_memory,
-        ssd_path=ssd_path,
+        ssd_path=ssd_path or None,
+        ssd_backend=ssd_backend,
+        verify_transfers=verify_transfers,
         on_drift=on_drift,
         device=device,
     )
@@ -96,6 +119,8 @@ def run(
         "first_drift": report.first_drift,
         "demand_fetches": report.demand_fetches,
         "evictions": report.evictions,
+        "ssd_files": [_file_facts(use) for use in report.ssd_files],
+        "verified_reads": report.verified_reads,
         "timeline": timeline,
     }
     return Result(data, lambda console: _show(console, str(plan), loaded, report))
@@ -114,11 +139,38 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
         ("demand fetches", f"{report.demand_fetches:,} ({size(report.demand_fetch_bytes)})"),
         ("evictions", f"{report.evictions:,} ({size(report.eviction_bytes)})"),
     ]
+    rows += [(f"{use.device} in {use.path}", _file_line(use)) for use in report.ssd_files]
+    if report.verified_reads:
+        rows.append(("reads whose checksum agreed", f"{report.verified_reads:,}"))
     if report.first_substituted:
         rows.append(("first of the others", report.first_substituted))
     if report.first_drift:
         rows.append(("first off the trace", report.first_drift))
     console.print(facts(title, rows))
+
+
+def _file_facts(use: FileUse) -> dict[str, object]:
+    return {
+        "device": use.device,
+        "path": use.path,
+        "backend": use.backend,
+        "read_bytes": use.read_bytes,
+        "write_bytes": use.write_bytes,
+        "read_bytes_per_second": use.read_rate,
+        "write_bytes_per_second": use.write_rate,
+    }
+
+
+def _file_line(use: FileUse) -> str:
+    rates = [
+        f"{verb} {size(nbytes)} at {format_rate(rate)}"
+        for verb, nbytes, rate in (
+            ("read", use.read_bytes, use.read_rate),
+            ("wrote", use.write_bytes, use.write_rate),
+        )
+        if rate is not None
+    ]
+    return f"{use.backend}: {', '.join(rates) or 'not used'}"
 
 
 def _of(part: int, whole: int) -> str:

@@ -22,6 +22,7 @@ from teraio.executor.leaving import ON_EXIT
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
 from teraio.executor.optimizer_in_backward import OptimizerInBackward
+from teraio.executor.planned_places import verifying
 from teraio.executor.ranks import (
     PlanChoice,
     check_device,
@@ -39,6 +40,8 @@ from teraio.executor.residency import Residency
 from teraio.executor.run_contents import RunContents
 from teraio.executor.run_handle import RunHandle
 from teraio.executor.stepping_order import SteppingOrder
+from teraio.executor.stores.ssd import check_backend
+from teraio.executor.stores.striped_space import Directories
 from teraio.executor.thread_guard import ForkGuard, ThreadGuard
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.profiler.allocator_settings import exact_blocks
@@ -79,9 +82,11 @@ class Execution(RunContents):
         *,
         gpu_memory: int | str | None,
         host_memory: int | str | None,
-        ssd_path: str | Path | None,
+        ssd_path: Directories | None,
         on_drift: str,
         device: str | torch.device | None,
+        ssd_backend: str,
+        verify_transfers: bool,
         on_exit: str = "restore",
     ) -> None:
         if on_drift not in ON_DRIFT:
@@ -93,7 +98,10 @@ class Execution(RunContents):
         self._models, self._optimizers = models, optimizers
         self.budget_bytes = _budget(gpu_memory, metadata.gpu_memory_bytes, "gpu_memory")
         self._host_bytes = _budget(host_memory, metadata.host_memory_bytes, "host_memory")
+        check_backend(ssd_backend)
         self._ssd_path = ssd_path
+        self._ssd_backend = ssd_backend
+        self._verify = verifying(plan) if verify_transfers else None
         self._stops_on_drift = on_drift == "stop"
         self._discards = on_exit == "discard"
         self._device_type = _device_type(plan, models, device)
@@ -180,7 +188,7 @@ class Execution(RunContents):
         host_bytes = self._host_bytes - bounce_bytes
         if planned_bytes.get(HOST, 0) > host_bytes:
             raise InputError(
-                f"host_memory: the plan needs {planned_bytes[HOST] + bounce_bytes} bytes, "
+                f"host_memory: the plan needs {planned_bytes.get(HOST, 0) + bounce_bytes} bytes, "
                 f"the budget is {self._host_bytes}; plan again for this budget"
             )
         return open_tiers(
@@ -190,6 +198,8 @@ class Execution(RunContents):
             host_memory_bytes=max(host_bytes, 0),
             ssd_path=self._ssd_path,
             device_type=self._device_type,
+            ssd_backend=self._ssd_backend,
+            verify=self._verify,
         )
 
     def _residency(self, tiers: Tiers) -> Residency:
@@ -231,6 +241,7 @@ class Execution(RunContents):
             self._mode.log,
             self.plan,
             self._mode.adaptation.landing,
+            self._mode.residency.tiers,
             budget_bytes=self.budget_bytes,
             peak_bytes=self._mode.residency.peak_bytes,
         )
@@ -243,14 +254,18 @@ def execute(
     *,
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
-    ssd_path: str | Path | None = None,
+    ssd_path: Directories | None = None,
     on_drift: str = "fetch",
     device: str | torch.device | None = None,
+    ssd_backend: str = "auto",
+    verify_transfers: bool = False,
     on_exit: str = "restore",
 ) -> Execution:
     """Execute a plan in the training loop inside the ``with`` block; results stay bit-identical.
 
-    Budgets default to the plan's, ``ssd_path`` to the plan's hardware, then a temporary folder.
+    Budgets default to the plan's, ``ssd_path`` to the plan's hardware, then a temporary folder;
+    several folders hold one stripe each. ``ssd_backend``: ``gds`` (kvikio), ``file``, or ``auto``,
+    the faster of the two. ``verify_transfers`` compares checksums of all that moves, and is slow.
     ``on_exit``: ``restore`` brings everything back to the GPU at the end of the block, ``discard``
     leaves what is away without memory (on the meta device): for models that do not fit.
     ``on_drift``: ``fetch`` goes on and fetches on demand, ``stop`` raises DriftError. Without
@@ -268,6 +283,8 @@ def execute(
         ssd_path=ssd_path,
         on_drift=on_drift,
         device=device,
+        ssd_backend=ssd_backend,
+        verify_transfers=verify_transfers,
         on_exit=on_exit,
     )
 
@@ -279,9 +296,11 @@ def run_script(
     *,
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
-    ssd_path: str | Path | None = None,
+    ssd_path: Directories | None = None,
     on_drift: str = "fetch",
     device: str | torch.device | None = None,
+    ssd_backend: str = "auto",
+    verify_transfers: bool = False,
 ) -> RunReport:
     """Run an unmodified training script under a plan; options as for :func:`execute`.
 
@@ -296,6 +315,8 @@ def run_script(
         ssd_path=ssd_path,
         on_drift=on_drift,
         device=device,
+        ssd_backend=ssd_backend,
+        verify_transfers=verify_transfers,
         # Nobody is left who could use what is away when the script has ended.
         on_exit="discard",
     )

@@ -10,6 +10,8 @@ from teraio.contracts.timeline import Timeline
 from teraio.executor.iteration_log import IterationLog
 from teraio.executor.landing import Landing
 from teraio.executor.measured_timeline import build_timeline
+from teraio.executor.stores import FileUse
+from teraio.executor.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class RunReport:
     kernels that were not the expected ones, ``first_drift`` says what the first of them was.
     Of a steady iteration: ``moves_found`` of the ``moves_planned`` found their storage, and
     ``substituted_kernels`` were not those of the plan's trace, but taken for them, extra or left
-    out (``first_substituted``); they do not count as drift.
+    out (``first_substituted``); they do not count as drift. ``ssd_files``: each file of the SSD
+    tier with its backend and rates, over the whole run; ``verified_reads``: those whose checksum
+    was compared, if that was asked for.
     """
 
     steps: int
@@ -40,6 +44,8 @@ class RunReport:
     eviction_bytes: int
     dropped_prefetches: int
     cold_start_seconds: float
+    ssd_files: tuple[FileUse, ...]
+    verified_reads: int
     timeline: Timeline
 
 
@@ -47,6 +53,7 @@ def make_report(
     log: IterationLog,
     plan: Plan,
     landing: Landing | None,
+    tiers: Tiers,
     *,
     budget_bytes: int,
     peak_bytes: int,
@@ -74,6 +81,8 @@ def make_report(
         eviction_bytes=totals.eviction_bytes,
         dropped_prefetches=totals.dropped_prefetches,
         cold_start_seconds=log.cold_start_seconds,
+        ssd_files=tuple(tiers.file_uses),
+        verified_reads=tiers.num_verified,
         timeline=build_timeline(
             log,
             rank=metadata.rank,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 from teraio.contracts.hardware import HOST, Hardware
-from teraio.errors import CapacityError
+from teraio.errors import CapacityError, StoreError
 from teraio.executor.slot_owners import SlotOwners
-from teraio.executor.stores import FileStore, HostStore, SlotAllocator, Store
+from teraio.executor.stores import (
+    FileUse,
+    HostStore,
+    SlotAllocator,
+    Store,
+    VerifiedStore,
+    open_ssd,
+)
+from teraio.executor.stores.ssd import check_backend
+from teraio.executor.stores.striped_space import Directories
 
 
 class Slot:
@@ -38,16 +47,33 @@ class Tiers:
             for name, store in self.stores.items()
         }
 
+    @property
+    def file_uses(self) -> list[FileUse]:
+        """What each SSD file has done so far, in the order of the devices."""
+        inner = [x.inner if isinstance(x, VerifiedStore) else x for x in self.stores.values()]
+        return [use for store in inner for use in getattr(store, "file_uses", ())]
+
+    @property
+    def num_verified(self) -> int:
+        """How many reads have been compared with what was written."""
+        stores = self.stores.values()
+        return sum(x.num_verified for x in stores if isinstance(x, VerifiedStore))
+
     def overflow_slot(self, nbytes: int, preferred: str | None = None) -> Slot:
         """A slot outside the plan's arenas. Raises CapacityError if no tier has room."""
+        failures = ""
         for name in self._in_order_of_preference(preferred):
-            offset_bytes = self._allocate(name, nbytes)
+            try:
+                offset_bytes = self._allocate(name, nbytes)
+            except StoreError as error:
+                failures += f"; {error}"  # A full disk, where another tier may have room.
+                continue
             if offset_bytes is not None:
                 return Slot(self.stores[name], offset_bytes, nbytes, is_overflow=True)
         rooms = {name: self._room_bytes(name) for name in self.stores}
         raise CapacityError(
             f"no tier has room for {nbytes} bytes that must leave the GPU (left: {rooms}); "
-            "give more --host-memory or a larger SSD"
+            f"give more --host-memory or a larger SSD{failures}"
         )
 
     def free(self, slot: Slot) -> None:
@@ -99,25 +125,36 @@ def open_tiers(
     arena_bytes: Mapping[str, int],
     *,
     host_memory_bytes: int,
-    ssd_path: str | Path | None,
+    ssd_path: Directories | None,
     device_type: str,
+    ssd_backend: str = "auto",
+    verify: Callable[[Store], Store] | None = None,
 ) -> Tiers:
     """Reserve every tier that a run may use: the plan's arenas, and room for what it misses.
 
-    The SSD files lie in ``ssd_path``, else where the hardware says, else in a temporary folder.
-    Raises StoreError, CapacityError if host memory or disk cannot be had.
+    The SSD files lie in ``ssd_path``, else where the hardware says, else in a temporary folder; of
+    several folders each holds one file of a stripe set. ``ssd_backend``: ``auto`` measures, where
+    the plan uses an SSD of a GPU. ``verify`` wraps every store. Raises InputError, StoreError,
+    CapacityError if host memory or disk cannot be had.
     """
+    check_backend(ssd_backend)
     stores: dict[str, Store] = {}
-    try:
+    with ExitStack() as undo:
         if host_memory_bytes > 0:
             stores[HOST] = HostStore(host_memory_bytes, device=device_type)
+            undo.callback(stores[HOST].close)
         for ssd in hardware.ssds_of_rank(rank):
-            directory = ssd_path or (ssd.paths[0] if ssd.paths else tempfile.gettempdir())
-            stores[ssd.name] = FileStore.of_ssd(
-                ssd, directory, arena_bytes.get(ssd.name, 0), device=device_type
+            planned_bytes = arena_bytes.get(ssd.name, 0)
+            is_measured = ssd_backend != "auto" or planned_bytes > 0
+            stores[ssd.name] = open_ssd(
+                ssd,
+                ssd_path or ssd.paths or tempfile.gettempdir(),
+                planned_bytes,
+                device=device_type,
+                backend=ssd_backend if is_measured else "file",
             )
-    except BaseException:
-        for store in stores.values():
-            store.close()
-        raise
+            undo.callback(stores[ssd.name].close)
+        undo.pop_all()
+    if verify is not None:
+        stores = {name: verify(store) for name, store in stores.items()}
     return Tiers(stores, arena_bytes)

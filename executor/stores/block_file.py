@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 
 from teraio.errors import InputError, OffloadWarning, StoreError
-from teraio.executor.stores.base import round_up
-from teraio.units import format_bytes
+from teraio.executor.stores.io_meter import FileMeter
+from teraio.executor.stores.reserved_space import ReservedSpace
 
 _ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 65536)
 
@@ -38,37 +38,26 @@ class BlockFile:
         direct: bool | None = None,
     ) -> None:
         self.label = f"{name} in {directory}"
+        self.directory = directory
         self.alignment_bytes = alignment_bytes
-        self.reserved_bytes = 0
-        if not directory.is_dir():
-            raise InputError(f"{directory}: no such directory for {name}; create it first")
-        self.descriptor, self.is_direct = self._open(directory, direct)
+        self.meter = FileMeter()
+        check_directory(name, directory)
+        descriptor, self.is_direct = self._open(directory, direct)
+        self._space = ReservedSpace(descriptor, self.label, alignment_bytes)
         try:
             self.reserve(reserved_bytes)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What it occupies of the disk."""
+        return self._space.reserved_bytes
+
     def reserve(self, reserved_bytes: int) -> None:
         """Let the file occupy at least so many bytes. Raises StoreError: needs X, has Y."""
-        reserved_bytes = round_up(reserved_bytes, self.alignment_bytes)
-        missing_bytes = reserved_bytes - self.reserved_bytes
-        if missing_bytes <= 0:
-            return
-        system = os.fstatvfs(self.descriptor)
-        free_bytes = system.f_bavail * system.f_frsize
-        if missing_bytes > free_bytes:
-            raise StoreError(
-                f"{self.label}: needs {format_bytes(missing_bytes)} more ({missing_bytes} bytes), "
-                f"the disk has {format_bytes(free_bytes)} free"
-            )
-        try:
-            os.posix_fallocate(self.descriptor, self.reserved_bytes, missing_bytes)
-        except OSError as error:
-            raise StoreError(
-                f"{self.label}: cannot reserve {missing_bytes} bytes: {error.strerror}"
-            ) from None
-        self.reserved_bytes = reserved_bytes
+        self._space.reserve(reserved_bytes)
 
     def write(self, source: memoryview, offset_bytes: int) -> None:
         """Write all of ``source``. Raises StoreError naming path, offset, wanted and got bytes."""
@@ -80,29 +69,32 @@ class BlockFile:
 
     def close(self) -> None:
         """Give the disk space back."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self._space.close()
 
     def _transfer(self, view: memoryview, offset_bytes: int, *, is_write: bool) -> None:
+        self._space.check()
+        with self.meter.of(is_write=is_write).counting(len(view)):
+            got, reason = self._move(view, offset_bytes, is_write=is_write)
+            if got < len(view):
+                verb = "write" if is_write else "read"
+                raise StoreError(
+                    f"{self.label}: {verb} at offset {offset_bytes} wanted {len(view)} bytes, "
+                    f"got {got}: {reason}"
+                )
+
+    def _move(self, view: memoryview, offset_bytes: int, *, is_write: bool) -> tuple[int, str]:
+        """Bytes moved, and why not all of them were."""
         call = os.pwritev if is_write else os.preadv
-        wanted, got, reason = len(view), 0, ""
+        wanted, got = len(view), 0
         while got < wanted:
             try:
-                count = call(self.descriptor, [view[got:]], offset_bytes + got)
+                count = call(self._space.descriptor, [view[got:]], offset_bytes + got)
             except OSError as error:
-                reason = error.strerror or str(error)
-                break
+                return got, error.strerror or str(error)
             got += count
             if count == 0 or (got < wanted and got % self.alignment_bytes):
-                reason = "the disk is full" if is_write else "the file ends there"
-                break
-        if got < wanted:
-            verb = "write" if is_write else "read"
-            raise StoreError(
-                f"{self.label}: {verb} at offset {offset_bytes} wanted {wanted} bytes, "
-                f"got {got}: {reason}"
-            )
+                return got, "the disk is full" if is_write else "the file ends there"
+        return got, ""
 
     def _open(self, directory: Path, direct: bool | None) -> tuple[int, bool]:
         reason = ""
@@ -126,6 +118,12 @@ class BlockFile:
             return _open_unnamed(directory, 0), False
         except OSError as error:
             raise StoreError(f"{self.label}: cannot create a file: {error.strerror}") from None
+
+
+def check_directory(name: str, directory: Path) -> None:
+    """Raise InputError if ``directory``, where device ``name`` is to have a file, is not there."""
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory for {name}; create it first")
 
 
 def probe_alignment(descriptor: int) -> int | None:

@@ -1,9 +1,8 @@
-"""The SSD tier through ordinary system calls: one unnamed file per device, bounced through host."""
+"""The SSD tier through ordinary system calls: unnamed files, bounced through host memory."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
@@ -11,17 +10,25 @@ from teraio.contracts.hardware import Ssd
 from teraio.errors import CapacityError
 from teraio.executor.stores.base import MAX_CHUNK_BYTES, round_up
 from teraio.executor.stores.block_file import BlockFile
+from teraio.executor.stores.io_meter import FileUse
 from teraio.executor.stores.queued_store import QueuedStore
 from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer
-from teraio.executor.stores.staging import Staging
+from teraio.executor.stores.staging import BUFFERS_PER_FILE, Staging
+from teraio.executor.stores.striped_space import (
+    Directories,
+    as_directories,
+    grow_members,
+    whole_blocks,
+)
+from teraio.executor.stores.striping import Stripes
 
-_BOUNCE_BUFFERS = 4
-"""Two directions with two buffers each."""
+_DIRECTIONS = 2
 
 
 class FileStore(QueuedStore):
     """``reserved_bytes`` of a disk, which may grow to ``capacity_bytes``, in ``directory``.
 
+    Several directories: the device is striped over one file in each, all served at once.
     ``direct``: None uses O_DIRECT where it works and warns where it does not, True insists, False
     goes through the page cache. ``is_direct`` is what it came to. Raises InputError for a directory
     that is not there, StoreError if the disk lacks space ("needs X, has Y").
@@ -30,7 +37,7 @@ class FileStore(QueuedStore):
     def __init__(
         self,
         name: str,
-        directory: str | Path,
+        directory: Directories,
         reserved_bytes: int,
         *,
         capacity_bytes: int | None = None,
@@ -46,24 +53,28 @@ class FileStore(QueuedStore):
                 f"{name}: {reserved_bytes} bytes to reserve exceed its capacity {capacity_bytes}"
             )
         device_type = torch.device(device).type
-        piece_bytes = _whole_blocks(
-            min(preferred_io_bytes, bounce_bytes // _BOUNCE_BUFFERS), alignment_bytes
+        folders = as_directories(directory)
+        bounce_buffers = _DIRECTIONS * BUFFERS_PER_FILE * len(folders)
+        stripes = Stripes(
+            len(folders),
+            whole_blocks(min(preferred_io_bytes, bounce_bytes // bounce_buffers), alignment_bytes),
         )
+        reserved_bytes = round_up(reserved_bytes, alignment_bytes)
         with ExitStack() as undo:
-            self._file = BlockFile(
-                name,
-                Path(directory),
-                reserved_bytes,
-                alignment_bytes=alignment_bytes,
-                direct=direct,
-            )
-            undo.callback(self._file.close)
+            self._files: list[BlockFile] = []
+            self._stripes = stripes
+            for member, folder in enumerate(folders):
+                share_bytes = stripes.member_bytes(reserved_bytes, member)
+                file = BlockFile(
+                    name, folder, share_bytes, alignment_bytes=alignment_bytes, direct=direct
+                )
+                undo.callback(file.close)
+                self._files.append(file)
             staging = {
-                is_write: Staging(self._file, piece_bytes, device_type, name)
+                is_write: Staging(self._files, stripes, device_type, name)
                 for is_write in (False, True)
             }
             undo.pop_all()
-        reserved_bytes = self._file.reserved_bytes
         super().__init__(
             name,
             capacity_bytes=reserved_bytes if capacity_bytes is None else capacity_bytes,
@@ -71,13 +82,15 @@ class FileStore(QueuedStore):
             alignment_bytes=alignment_bytes,
             pinned_bytes=sum(x.pinned_bytes for x in staging.values()),
             device_type=device_type,
-            queues=ThreadQueues(name, _Move(staging), _whole_blocks(chunk_bytes, piece_bytes)),
-            resources=(*staging.values(), self._file),
+            queues=ThreadQueues(
+                name, _Move(staging), whole_blocks(chunk_bytes, stripes.unit_bytes)
+            ),
+            resources=(*staging.values(), *self._files),
         )
 
     @classmethod
     def of_ssd(
-        cls, ssd: Ssd, directory: str | Path, reserved_bytes: int, *, device: str = "cpu"
+        cls, ssd: Ssd, directory: Directories, reserved_bytes: int, *, device: str = "cpu"
     ) -> FileStore:
         """The store of a Hardware's SSD, with its alignment, I/O size and capacity."""
         return cls(
@@ -93,19 +106,22 @@ class FileStore(QueuedStore):
 
     @property
     def is_direct(self) -> bool:
-        """Whether transfers bypass the page cache."""
-        return self._file.is_direct
+        """Whether transfers bypass the page cache, on every disk."""
+        return all(file.is_direct for file in self._files)
+
+    @property
+    def file_uses(self) -> list[FileUse]:
+        """What each file has done so far; also of a closed store."""
+        return [
+            file.meter.use(
+                self.name, str(file.directory), "file" if file.is_direct else "file buffered"
+            )
+            for file in self._files
+        ]
 
     def grow(self, nbytes: int) -> None:
         """Reserve ``nbytes`` more of the disk. Raises CapacityError (budget), StoreError (disk)."""
-        reserved_bytes = round_up(self.reserved_bytes + nbytes, self.alignment_bytes)
-        if reserved_bytes > self.capacity_bytes:
-            raise CapacityError(
-                f"{self.name}: {nbytes} bytes more than the {self.reserved_bytes} reserved exceed "
-                f"its capacity of {self.capacity_bytes}"
-            )
-        self._file.reserve(reserved_bytes)
-        self.reserved_bytes = self._file.reserved_bytes
+        self.reserved_bytes = grow_members(self, nbytes, self._stripes, self._files)
 
 
 class _Move:
@@ -120,7 +136,3 @@ class _Move:
             staging.write(transfer, begin, end)
         else:
             staging.read(transfer, begin, end)
-
-
-def _whole_blocks(nbytes: int, block_bytes: int) -> int:
-    return max(nbytes - nbytes % block_bytes, block_bytes)

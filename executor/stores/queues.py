@@ -219,6 +219,10 @@ class ThreadQueues:
         transfer.start_seconds = time.perf_counter()
         error = transfer.inherited_error()
         try:
+            if transfer.after is not None:
+                # Here, not where it was issued: the training thread runs ahead of the GPU.
+                transfer.after.synchronize()
+                transfer.start_seconds = time.perf_counter()
             if error is None:
                 self._move_in_chunks(transfer)
         except Exception as failure:  # A thread has no caller: whoever waits gets the error.

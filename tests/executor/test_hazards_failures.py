@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.executor.fake_kvikio import installed
 
 import teraio
 from teraio.contracts.plan import Moves
@@ -22,7 +24,7 @@ from teraio.planner.policies.evict_everything import evict_everything
 from teraio.profiler.allocator_events import AllocatorWatch
 
 SCRIPT = """
-import os, resource, signal, sys, torch
+import json, os, resource, signal, sys, torch
 import teraio
 torch.set_num_threads(1)
 
@@ -42,8 +44,16 @@ def step(model, optimizer, number):
 plain = build()
 losses = [step(*plain, number) for number in range(5)]
 plan, directory = sys.argv[1:3]
+options = json.loads(sys.argv[3])
 model, optimizer = build()
 """
+
+STORES: list[dict[str, Any]] = [
+    {"ssd_backend": "file", "folders": 3},
+    {"ssd_backend": "gds", "folders": 1},
+]
+some_stores = pytest.mark.parametrize("store", STORES, ids=str)
+"""System calls, striped, and kvikio (here a small one of our own)."""
 
 
 class UserError(Exception):
@@ -159,13 +169,14 @@ def test_a_budget_of_exactly_the_peak(loop: Any, train: Any, machine: Any) -> No
     assert report.demand_fetches == 0
 
 
-def test_a_full_disk(planned: Path, tmp_path: Path) -> None:
+@some_stores
+def test_a_full_disk(store: dict[str, Any], planned: Path, tmp_path: Path) -> None:
     """Hazards S1 and S10: an error with path and bytes, the GPU copies kept, and on it goes."""
     result = run_script(
         """
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         unlimited, seen, errors = resource.RLIM_INFINITY, [], 0
-        with teraio.execute(plan, model, optimizer, ssd_path=directory) as run:
+        with teraio.execute(plan, model, optimizer, **options) as run:
             for number in range(5):
                 for attempt in range(100):
                     limit = 20000 if number == 2 and attempt < 5 else unlimited
@@ -183,15 +194,17 @@ def test_a_full_disk(planned: Path, tmp_path: Path) -> None:
         """,
         planned,
         tmp_path,
+        store,
     )
     assert result.returncode == 0, result.stderr
 
 
-def test_a_killed_run(planned: Path, tmp_path: Path) -> None:
+@some_stores
+def test_a_killed_run(store: dict[str, Any], planned: Path, tmp_path: Path) -> None:
     """Hazard S2: kill -9 leaves nothing behind, and the next run in the same folder is right."""
     killed = run_script(
         """
-        with teraio.execute(plan, model, optimizer, ssd_path=directory) as run:
+        with teraio.execute(plan, model, optimizer, **options) as run:
             for number in range(3):
                 step(model, optimizer, number)
             optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -199,26 +212,28 @@ def test_a_killed_run(planned: Path, tmp_path: Path) -> None:
         """,
         planned,
         tmp_path,
+        store,
     )
-    assert killed.returncode == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert files_in(tmp_path) == []
     again = run_script(
         """
-        with teraio.execute(plan, model, optimizer, ssd_path=directory) as run:
+        with teraio.execute(plan, model, optimizer, **options) as run:
             assert [step(model, optimizer, number) for number in range(5)] == losses
-            assert len(os.listdir(directory)) == 0
         """,
         planned,
         tmp_path,
+        store,
     )
     assert again.returncode == 0, again.stderr
+    assert files_in(tmp_path) == []
 
 
 def test_a_script_that_just_ends(planned: Path, tmp_path: Path) -> None:
     """Inside the block, without leaving it: no hang, and the script's own exit code."""
     result = run_script(
         """
-        run = teraio.execute(plan, model, optimizer, ssd_path=directory)
+        run = teraio.execute(plan, model, optimizer, **options)
         run.__enter__()
         for number in range(3):
             step(model, optimizer, number)
@@ -248,12 +263,15 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for the script's training that keeps nothing in GPU memory, on disk."""
     folder = tmp_path_factory.mktemp("plans")
     body = """
+    from dataclasses import replace
     from teraio.contracts.hardware import Hardware
     from teraio.planner.policies.evict_everything import evict_everything
     with teraio.profile(model, optimizer) as profile:
         for number in range(8):
             step(model, optimizer, number)
     hardware = Hardware.preset("cpu").with_budgets(gpu_memory="1GB", host_memory="300MB")
+    # Small units, so that a small model is spread over all files.
+    hardware = replace(hardware, ssd=(replace(hardware.ssd[0], preferred_io_bytes=8192),))
     evict_everything(profile.trace, hardware, tiers="ssd").save(plan)
     """
     result = run_script(body, folder / "ssd.plan", folder)
@@ -261,12 +279,33 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "ssd.plan"
 
 
-def run_script(body: str, plan: Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run training in a process of its own, which may be killed or limited."""
+def run_script(
+    body: str, plan: Path, directory: Path, store: dict[str, Any] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run training in a process of its own, which may be killed or limited.
+
+    ``store`` is one of STORES; its folders lie in ``directory``, kvikio beside it.
+    """
+    options = dict(store or {})
+    folders = [directory / f"disk{number}" for number in range(options.pop("folders", 0))]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    options["ssd_path"] = [str(folder) for folder in folders] or str(directory)
+    path = list(sys.path)
+    if options.get("ssd_backend") == "gds":
+        path.insert(0, installed(directory.with_name(f"{directory.name}-kvikio")))
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT + textwrap.dedent(body), str(plan), str(directory)],
+        [
+            *(sys.executable, "-c", SCRIPT + textwrap.dedent(body)),
+            *(str(plan), str(directory), json.dumps(options)),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
     )
+
+
+def files_in(directory: Path) -> list[Path]:
+    """What is left there, apart from the folders."""
+    return [path for path in directory.rglob("*") if not path.is_dir()]
