@@ -119,13 +119,15 @@ def fsdp2(setting: Setting, _: Path) -> Step:
 
 
 def _describe_single_rank() -> None:
-    """One process is the whole world; what torchrun would set."""
+    """One process is the whole world: what torchrun would set, and no network is looked for."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29511",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }.items():
         os.environ.setdefault(name, value)
 

@@ -36,6 +36,7 @@ HOPPER = "9.0"
 
 def deepspeed_step(setting: Setting, folder: Path, *, nvme: bool) -> Step:
     """An engine around the same model, and its training step."""
+    folder = folder.resolve()
     _set_environment(folder)
     import deepspeed  # type: ignore[import-not-found,unused-ignore]
 
