@@ -139,6 +139,8 @@ def _notes_on_disks(raw: Raw, ssds: Sequence[Ssd]) -> list[str]:
                 f"{disk.disk.name} writes {format_bytes(disk.paths[0].fit.write_rate)}/s at first "
                 f"and {format_bytes(disk.sustained.rate)}/s in the long run: write_rate is that."
             )
+        if disk.disk.is_in_memory:
+            notes.append(f"{disk.disk.name} lies in memory (tmpfs): its rates are no drive's.")
         if disk.gds_error:
             notes.append(f"{disk.disk.name} without GPUDirect Storage: {disk.gds_error}")
         for path in disk.paths:

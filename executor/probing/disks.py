@@ -12,7 +12,7 @@ from teraio.contracts.hardware import Ssd
 from teraio.errors import StoreError
 from teraio.executor.probing.effort import MIB, Effort
 from teraio.executor.probing.fitting import KINDS, fit_rates
-from teraio.executor.probing.limits import check_directory, free_disk_bytes
+from teraio.executor.probing.limits import check_directory, free_disk_bytes, is_in_memory
 from teraio.executor.probing.links import rates_at_once
 from teraio.executor.probing.measurements import MeasuredPath
 from teraio.executor.probing.numa import near_node
@@ -44,6 +44,11 @@ class Disk:
     def free_bytes(self) -> int:
         """What files spread evenly over the folders may take."""
         return len(self.folders) * min(free_disk_bytes(folder) for folder in self.folders)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is no disk at all."""
+        return any(is_in_memory(folder) for folder in self.folders)
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ class DiskProbe:
         seconds = self._effort.sustained_seconds
         wanted_bytes = int(1.2 * seconds * path.fit.write_rate)
         file_bytes = min(wanted_bytes, int(_FREE_SHARE * disk.free_bytes))
+        if disk.is_in_memory:
+            file_bytes = min(file_bytes, self._half_bytes)
         # Places are used in turn, so the file is written from end to end, again and again.
         file_bytes = max(file_bytes // (2 * _SUSTAINED_BYTES), 1) * 2 * _SUSTAINED_BYTES
         with self._opened(disk, _family(path), file_bytes) as store:

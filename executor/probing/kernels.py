@@ -66,17 +66,19 @@ class KernelLoop:
 
 
 def _kernel(kind: str, device: str, *, is_gpu: bool) -> Callable[[], object]:
+    generator = torch.Generator(device).manual_seed(0)
     if kind == "elementwise":
         vector = torch.ones(2**26 if is_gpu else 2**19, device=device)
         return lambda: vector.mul(1.5).add_(vector)
     if kind == "attention":
         shape = (4, 16, 2048, 128) if is_gpu else (1, 4, 256, 64)
-        query = torch.randn(shape, device=device, dtype=torch.bfloat16 if is_gpu else None)
+        query = torch.randn(shape, generator=generator, device=device)
+        query = query.to(torch.bfloat16) if is_gpu else query
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(query, query, query, is_causal=True)
     size = 8192 if is_gpu else 384
     dtype = torch.bfloat16 if kind == "bf16 matmul" else torch.float32
-    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    matrix = torch.randn(size, size, generator=generator, device=device).to(dtype)
     return lambda: torch.mm(matrix, matrix)
 
 
@@ -113,6 +115,8 @@ def _slowdown(
         seconds, share = kernels.run()
         alone.append(seconds / share)
         for name, values in factors.items():
+            if values and time.perf_counter() > deadline:
+                break
             values.append(
                 _factor_beside(kernels, statistics.median(alone), name, bench, fit, nbytes)
             )

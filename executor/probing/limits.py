@@ -146,6 +146,18 @@ def free_disk_bytes(folder: Path) -> int:
     return system.f_bavail * system.f_frsize
 
 
+def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether files there take memory instead of a disk (tmpfs)."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            mount, _, source = line.partition(" - ")
+            if mount.split()[2] == number:
+                return source.split()[0] in ("tmpfs", "ramfs")
+    return False
+
+
 def check_directory(folder: Path, needed_bytes: int) -> None:
     """Raise InputError unless files of ``needed_bytes`` can be made in ``folder``."""
     if not folder.is_dir():

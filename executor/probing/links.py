@@ -118,7 +118,7 @@ def _rows_at_once(
             if torch.device(bench.device).type == "cuda":
                 torch.cuda.set_device(bench.device)
             barrier.wait()
-            issued = bench.issue_row(nbytes, directions, count)
+            issued = bench.issue_rows(nbytes, directions, [count] * len(directions))
             for row in issued:
                 for transfer in row:
                     transfer.wait()

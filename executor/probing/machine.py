@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from teraio.contracts.hardware import Hardware
 from teraio.errors import InputError
 from teraio.executor.probing.description import Raw, describe
@@ -121,6 +123,9 @@ def _measure(places: list[GpuPlace], disks: list[Disk], effort: Effort, say: Say
     if len(disks) > 1:
         say("all disks at once")
         shares = disk_probe.shares_beside_each_other(measured)
+    if places[0].is_cuda:
+        # A training in this process shall find the memory as it was.
+        torch.cuda.empty_cache()
     return Raw(places, host_paths, slowdowns, together, measured, shares)
 
 

@@ -55,6 +55,9 @@ def _draw_path(axes: Axes, path: MeasuredPath) -> None:
             label=_LABELS[kind],
         )
     axes.set(xscale="log", ylim=(0, None), xlabel="size of a transfer (MiB)")
+    ticks = np.unique(sizes) / 2**20
+    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_ylabel(f"{path.device}, {path.backend} (GB/s)")
 
 

@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from teraio.executor.stores.base import round_up
 
 BLOCK_BYTES = 4096
 _FEWEST, _MOST = 4, 128
-_LEAST_COUNT = 0.5
+_LEAST_SHARE = 0.25
 _MAX_GATE_SECONDS = 1.0
 _MOST_KERNEL_SECONDS = 1.0
 """A path whose copies wait for the kernels would else need ever more of them."""
@@ -43,6 +44,21 @@ class Background(Protocol):
     def finish(self) -> None:
         """Wait for them."""
         ...
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A round's transfers: so many in each direction, which take about ``seconds``."""
+
+    nbytes: int
+    directions: Sequence[bool]
+    counts: Sequence[int]
+    seconds: float
+
+    @property
+    def kinds(self) -> list[str]:
+        prefix = "duplex_" if len(self.directions) > 1 else ""
+        return [prefix + ("write" if is_write else "read") for is_write in self.directions]
 
 
 class TransferBench:
@@ -88,54 +104,53 @@ class TransferBench:
         return start(buffers[begin : begin + nbytes], offset, nbytes)
 
     def timings(self, effort: Effort, sizes: Sequence[int]) -> list[Timing]:
-        """All kinds at all sizes; medians of several rounds."""
-        result = []
-        for nbytes in sizes:
-            (read,) = self._median_seconds(nbytes, [False], effort)
-            (write,) = self._median_seconds(nbytes, [True], effort)
-            duplex_read, duplex_write = self._median_seconds(nbytes, [False, True], effort)
-            result += [
-                Timing("read", nbytes, read),
-                Timing("write", nbytes, write),
-                Timing("duplex_read", nbytes, duplex_read),
-                Timing("duplex_write", nbytes, duplex_write),
-            ]
-        return result
+        """All kinds at all sizes; medians of several rounds.
 
-    def issue_row(
-        self, nbytes: int, directions: Sequence[bool], count: int
+        Each round goes through all of them, so that a machine that changes its pace for a while
+        changes it for all alike.
+        """
+        loads = [
+            self._adjusted(nbytes, directions, effort.round_seconds)
+            for nbytes in sizes
+            for directions in ((False,), (True,), (False, True))
+        ]
+        rounds: list[list[list[float]]] = [[] for _ in loads]
+        for _ in range(effort.rounds):
+            for load, of_load in zip(loads, rounds, strict=True):
+                of_load.append(self._round(load))
+        return [
+            Timing(kind, load.nbytes, statistics.median(seconds))
+            for load, of_load in zip(loads, rounds, strict=True)
+            for kind, seconds in zip(load.kinds, zip(*of_load, strict=True), strict=True)
+        ]
+
+    def issue_rows(
+        self, nbytes: int, directions: Sequence[bool], counts: Sequence[int]
     ) -> list[list[Transfer]]:
-        """Start ``count`` transfers in each direction, in turn; one list per direction."""
+        """Start so many transfers in each direction, in turn; one list per direction."""
         issued: list[list[Transfer]] = [[] for _ in directions]
-        for index in range(count):
-            for row, is_write in zip(issued, directions, strict=True):
-                row.append(self.issue(is_write, nbytes, index))
+        for index in range(max(counts)):
+            for row, is_write, count in zip(issued, directions, counts, strict=True):
+                if index < count:
+                    row.append(self.issue(is_write, nbytes, index))
         return issued
 
-    def _median_seconds(
-        self, nbytes: int, directions: Sequence[bool], effort: Effort
-    ) -> list[float]:
-        """Seconds per transfer, of each direction."""
-        count = _FEWEST
-        seconds = self._round(nbytes, directions, count, 0.0)
+    def _adjusted(self, nbytes: int, directions: Sequence[bool], round_seconds: float) -> _Load:
+        """Rows that take about ``round_seconds``."""
+        load = _Load(nbytes, directions, [_FEWEST] * len(directions), 0.0)
         # The first round also warms up, so what it says of the pace is checked once.
         for _ in range(2):
-            wanted = effort.round_seconds / max(seconds)
-            count = min(max(math.ceil(wanted), _FEWEST), _MOST)
-            seconds = self._round(nbytes, directions, count, count * max(seconds))
-        rounds = [seconds]
-        while len(rounds) < effort.rounds:
-            rounds.append(self._round(nbytes, directions, count, count * max(seconds)))
-        return [statistics.median(column) for column in zip(*rounds, strict=True)]
+            counts, row_seconds = _counts(self._round(load), round_seconds)
+            load = _Load(nbytes, directions, counts, row_seconds)
+        return load
 
-    def _round(
-        self, nbytes: int, directions: Sequence[bool], count: int, expected_seconds: float
-    ) -> list[float]:
+    def _round(self, load: _Load) -> list[float]:
+        """Seconds per transfer, of each direction."""
         while True:
             self._run_kernels(self._gate_seconds)
-            issued = self.issue_row(nbytes, directions, count)
+            issued = self.issue_rows(load.nbytes, load.directions, load.counts)
             issued_at = time.perf_counter()
-            self._run_kernels(min(1.5 * expected_seconds, _MOST_KERNEL_SECONDS))
+            self._run_kernels(min(1.5 * load.seconds, _MOST_KERNEL_SECONDS))
             seconds = seconds_per_transfer(issued, issued_at)
             if self._background is not None:
                 self._background.finish()
@@ -158,8 +173,17 @@ class TransferBench:
 
 def _random_bytes(nbytes: int, device: str) -> torch.Tensor:
     """Random bytes, uint8 (nbytes,), the same again after each ``_RANDOM_BYTES``."""
-    some = torch.randint(256, (min(nbytes, _RANDOM_BYTES),), dtype=torch.uint8, device=device)
+    # A generator of its own: a training that follows draws the numbers that it would have drawn.
+    generator = torch.Generator(device).manual_seed(0)
+    size = (min(nbytes, _RANDOM_BYTES),)
+    some = torch.randint(256, size, generator=generator, dtype=torch.uint8, device=device)
     return some.repeat(-(-nbytes // len(some)))[:nbytes].contiguous()
+
+
+def _counts(seconds: Sequence[float], round_seconds: float) -> tuple[list[int], float]:
+    """How many transfers make rows that last equally long, by the seconds of one; and how long."""
+    row_seconds = max(_FEWEST * max(seconds), min(round_seconds, _MOST * min(seconds)))
+    return [min(math.ceil(row_seconds / each), _MOST) for each in seconds], row_seconds
 
 
 def seconds_per_transfer(
@@ -181,7 +205,7 @@ def seconds_per_transfer(
 
 def _seconds_each(row: Sequence[Transfer], begin: float, end: float) -> float:
     count = transfers_within(row, begin, end)
-    if count < _LEAST_COUNT:
+    if count < _LEAST_SHARE * len(row):
         # The rows hardly met: the whole of this one says more.
         begin, end, count = row[0].start_seconds, row[-1].end_seconds, len(row)
     return max(end - begin, 1e-9) / count

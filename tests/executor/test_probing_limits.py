@@ -102,6 +102,17 @@ def test_directories_are_checked_before_anything_is_measured(
         limits.check_directory(tmp_path, 1)
 
 
+def test_files_in_memory_are_no_disk(tmp_path: Path) -> None:
+    """As the kernel lists file systems: number of the device third, type after the dash."""
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = "21 1 0:999 / /x rw - ext4 /dev/a rw\n22 1 {} / /tmp rw shared:2 - {} none rw"
+    write(tmp_path, {"ram": lines.format(number, "tmpfs"), "disk": lines.format(number, "ext4")})
+    assert limits.is_in_memory(tmp_path, tmp_path / "ram")
+    assert not limits.is_in_memory(tmp_path, tmp_path / "disk")
+    assert not limits.is_in_memory(tmp_path, tmp_path / "unknown")
+
+
 NODES = {
     "devices/system/node/online": "0-1",
     "devices/system/node/node0/cpulist": "0-3,8",
