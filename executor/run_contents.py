@@ -54,7 +54,8 @@ class RunContents:
 
         An earlier state there is replaced as a whole. Raises InputError if something else is there.
         """
-        self._state_files().save(Path(path))
+        with RunHandle(self._entered()).saving():
+            self._state_files().save(Path(path))
 
     def load(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -106,13 +106,14 @@ class RunHandle:
                         self._mode.residency.release(one)
 
     def _require_within_budget(self, holding: Holding) -> None:
-        """If that cannot be, over the budget: a save is worth it."""
+        """If that cannot be, over the budget: a save is worth it. It is no kernel's demand."""
         residency = self._mode.residency
-        try:
+        if not holding.is_resident:
+            with suppress(CapacityError):
+                residency.make_room(holding.allocated_bytes, (holding,))
+            residency.fetch(holding, "demand_fetch")
+        with residency.keeping():
             residency.require((holding,))
-        except CapacityError:
-            with residency.keeping():
-                residency.require((holding,))
 
     @property
     def is_streaming(self) -> bool:
@@ -158,7 +159,8 @@ class RunHandle:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with self._mode.lock, torch._C._DisableTorchDispatch():
+        mode = self._mode
+        with mode.lock, torch._C._DisableTorchDispatch(), mode.compute_stream():
             yield
         self._mode.deliver_interrupt()
 
