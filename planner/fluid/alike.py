@@ -52,6 +52,7 @@ def labels_of_gaps(gaps: GapClasses, num_slots: int, turns: SlotTurns) -> tuple[
         first=first[lies_inside],
         num_gaps=num_gaps[lies_inside],
         num_bytes=np.zeros(int(lies_inside.sum()), dtype=np.int64),
+        size_class=np.zeros(int(lies_inside.sum()), dtype=np.int64),
         is_unwritten=np.zeros(int(lies_inside.sum()), dtype=bool),
     )
     _label_versions(label, versions, num_slots, turns)

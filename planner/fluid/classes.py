@@ -53,11 +53,17 @@ def movable_periods(trace: Trace) -> tuple[InactivePeriods, BoolArray]:
 
 
 def gap_classes(
-    trace: Trace, slots: Slots, *, with_tails: bool = False, only: BoolArray | None = None
+    trace: Trace,
+    slots: Slots,
+    *,
+    with_tails: bool = False,
+    only: BoolArray | None = None,
+    by_size: bool = False,
 ) -> GapClasses:
     """Classes of all gaps of movable storages (F3: however short), with or without tails (F4).
 
-    ``only`` bool (inactive periods,) leaves the others out, which no bound may do.
+    ``only`` bool (inactive periods,) leaves the others out, which no bound may do. ``by_size``:
+    storages of one class are alike in size, within a factor of two.
     """
     periods, is_movable = movable_periods(trace)
     storages, num_kernels = trace.storages, trace.num_kernels
@@ -84,15 +90,18 @@ def gap_classes(
         first=first,
         num_gaps=np.diff(np.r_[first, len(rows)]),
         num_bytes=storages.nbytes[storage[first]],
+        size_class=np.zeros(len(first), dtype=np.int64),
         is_unwritten=is_unwritten[order[first]],
     )
+    if by_size:
+        versions = versions._replace(size_class=np.log2(versions.num_bytes).astype(np.int64))
     row_of_period = np.full(len(periods), -1)
     return _merge(versions, len(slots), rows, row_of_period)
 
 
 class Versions(NamedTuple):
     """Per gap ``release``, ``due``, ``is_tail``; per version its first gap, number of gaps, bytes,
-    kind.
+    class of sizes, kind.
     """
 
     release: IntArray
@@ -101,12 +110,18 @@ class Versions(NamedTuple):
     first: IntArray
     num_gaps: IntArray
     num_bytes: IntArray
+    size_class: IntArray
     is_unwritten: BoolArray
 
     def of(self, who: IntArray | BoolArray) -> Versions:
         """These versions only; the gaps stay."""
-        chosen = (self.first[who], self.num_gaps[who], self.num_bytes[who], self.is_unwritten[who])
-        return Versions(self.release, self.due, self.is_tail, *chosen)
+        return self._replace(
+            first=self.first[who],
+            num_gaps=self.num_gaps[who],
+            num_bytes=self.num_bytes[who],
+            size_class=self.size_class[who],
+            is_unwritten=self.is_unwritten[who],
+        )
 
 
 def _merge(
@@ -146,7 +161,7 @@ def labels_of_versions(versions: Versions) -> IntArray:
     """Equal for versions that agree in every slot; 0, 1, ... in the order in which they appear."""
     code = versions.release * (int(versions.due.max(initial=0)) + 1) + versions.due
     code = 2 * code + versions.is_tail
-    own = versions.is_unwritten.astype(np.int64)
+    own = 2 * versions.size_class + versions.is_unwritten
     return labels_of_runs(versions.first, versions.num_gaps, code, own)
 
 

@@ -26,6 +26,7 @@ from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.repetition import Repeated, find_repeated
 from teraio.planner.optimal.wear import limit_guide
 from teraio.traces.folding import Folding
+from teraio.units import PICOSECONDS_PER_SECOND
 
 _LEAST_SHARE = 1e-5
 """Of the GPU's memory: smaller storages stay, since all together they are a sliver of it."""
@@ -34,6 +35,15 @@ _TRAFFIC_PRICE = 1e-6
 _HOST_PRICE = 1.1e-6
 """Cost per byte unit moved, on the scale of seconds: just enough to choose among equals."""
 
+
+_LATENCY_SHARE = 0.1
+_ISSUE_SECONDS = 1e-4
+"""A transfer costs its latency, or what its executor needs to issue it if that is longer. That much
+of it counts as a wait: enough to prefer large storages, not enough to wait for them."""
+
+_ROUND_TRIPS = 2
+"""A gap worth moving in is so many times as long as what goes out and back in it needs. A fluid
+leaves before its gap begins, in place of what is waiting, and no storage can."""
 
 _HASTE_PRICE = 2e-6
 _SHORT_SHARE = 0.01
@@ -62,21 +72,27 @@ def solve_guide(
     *,
     spare_bytes: int = 0,
     unhurried: bool = True,
+    by_size: bool = False,
     time_limit: float | None = None,
 ) -> Guide | None:
     """Solve the guide; None if no solution was found, or if there is nothing to decide.
 
     ``spare_bytes`` of the GPU are not to be used; ``unhurried``: among equals, long gaps first.
+    ``by_size``: among equals, large storages.
     Where slots are too coarse, or tiers too small, for all bytes to be away that should be, some
     are not: repair sees to them.
     """
-    gaps = gap_classes(problem.trace, slots, with_tails=True, only=_worth_moving(problem))
+    worth = _worth_moving(problem)
+    gaps = gap_classes(problem.trace, slots, with_tails=True, only=worth, by_size=by_size)
     if len(gaps) == 0 or problem.machine.capacity_bytes.max() <= 0:
         return None
     repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
     deadline = None if time_limit is None else time.monotonic() + time_limit
     for writer_class in (GuideWriter, LackingWriter):
-        fluid = _formulate(problem, slots, gaps, spare_bytes, unhurried, writer_class)
+        fluid = _formulate(problem, slots, gaps, spare_bytes, writer_class)
+        fluid = _priced(fluid, _haste(slots, gaps) if unhurried else np.zeros(len(gaps)))
+        if by_size:
+            fluid = _with_latency(fluid, problem, gaps)
         if repeated is not None:
             fluid = _repeating(fluid, repeated)
         fluid = limit_guide(fluid, problem, slots, repeated)
@@ -94,11 +110,10 @@ def _formulate(
     slots: Slots,
     gaps: GapClasses,
     spare_bytes: int,
-    unhurried: bool,
     writer_class: type[ProgramWriter],
 ) -> FluidProgram:
     trace = problem.trace
-    fluid = formulate(
+    return formulate(
         problem.hardware,
         trace.metadata.rank,
         slots,
@@ -107,13 +122,13 @@ def _formulate(
         trace.peak_live_bytes,
         writer_class=writer_class,
     )
-    return _priced(fluid, _haste(slots, gaps) if unhurried else np.zeros(len(gaps)))
 
 
 def _worth_moving(problem: Problem) -> BoolArray:
     """Periods that are large and long enough for a round trip, bool (inactive periods,)."""
     rates = problem.machine.solo_rate
     seconds = problem.num_bytes * (1 / rates[0::2].max() + 1 / rates[1::2].max())
+    seconds = _ROUND_TRIPS * seconds
     result = np.zeros(len(problem.all_periods), dtype=bool)
     least_bytes = _LEAST_SHARE * problem.capacity_bytes
     worth = (problem.num_bytes >= least_bytes) & (problem.seconds >= seconds)
@@ -143,6 +158,26 @@ def _priced(fluid: FluidProgram, haste: FloatArray) -> FluidProgram:
         cost[columns.kappa] += _HASTE_PRICE * haste[fluid.serves]
         upper[columns.kept] = np.inf
     return replace(fluid, program=replace(fluid.program, cost=cost, column_upper=upper))
+
+
+def _with_latency(fluid: FluidProgram, problem: Problem, gaps: GapClasses) -> FluidProgram:
+    """With a price on each byte: its part of what its storage's transfers cost beside their bytes,
+    of which a fluid knows nothing.
+    """
+    row = gaps.row_of_period[problem.period]
+    members = np.bincount(row[row >= 0], minlength=len(gaps))
+    transfers_per_byte = members / gaps.num_bytes * fluid.byte_unit
+    cost = fluid.program.cost.copy()
+    serves, machine = fluid.serves, problem.machine
+    for tier, columns in zip(fluid.tiers, fluid.tier_columns, strict=True):
+        device = machine.devices.index(tier.name)
+        latency = machine.latency[2 * device : 2 * device + 2] / PICOSECONDS_PER_SECOND
+        read, write = np.maximum(latency, _ISSUE_SECONDS)
+        reads = np.where(gaps.is_tail, 0.0, read)
+        price = _LATENCY_SHARE * transfers_per_byte / fluid.second_unit
+        cost[columns.delta] += price * (write + reads)
+        cost[columns.kappa] += (price * reads)[serves]
+    return replace(fluid, program=replace(fluid.program, cost=cost))
 
 
 def _repeating(fluid: FluidProgram, repeated: Repeated) -> FluidProgram:

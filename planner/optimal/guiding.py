@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ FOLDED_MICRO_BATCHES = 5
 SMALL_KERNELS = 15_000
 """A folded trace with at most so many kernels has a guide of about a second."""
 
-_SLOTS_BYTES_SHARE = 1 / 6
+_SLOTS_BYTES_SHARE = 1 / 30
 """Of the GPU's memory: what the optimizer's kernels of one slot may touch."""
 
 
@@ -61,6 +61,13 @@ class Guiding:
         found = map_periods(folding, problem.all_periods, folded.all_periods)[problem.period]
         return cls(problem, folded, folding, row_of_period[found])
 
+    def with_host_alone(self) -> Guiding | None:
+        """The same with the SSDs closed; None as of :meth:`Problem.with_host_alone`."""
+        problem, folded = self.problem.with_host_alone(), self.folded.with_host_alone()
+        if problem is None or folded is None:
+            return None
+        return replace(self, problem=problem, folded=folded)
+
     @property
     def is_small(self) -> bool:
         """Whether the guide takes little time."""
@@ -72,12 +79,13 @@ class Guiding:
         slot_seconds: float,
         spare_bytes: int = 0,
         unhurried: bool = True,
+        by_size: bool = False,
         deadline: float | None = None,
     ) -> Advice | None:
         """Solve and round; None if no solution was found in time.
 
         ``slot_seconds`` limits slots in ideal time; ``spare_bytes`` of the GPU are left out;
-        ``unhurried``: among equals, long gaps are moved first.
+        ``unhurried``: among equals, long gaps are moved first; ``by_size``: large storages.
         """
         time_limit = None
         if deadline is not None:
@@ -92,6 +100,7 @@ class Guiding:
             self.folding,
             spare_bytes=spare_bytes,
             unhurried=unhurried,
+            by_size=by_size,
             time_limit=time_limit,
         )
         if guide is None:

@@ -36,7 +36,7 @@ def search_locally(search: Search, group: IntArray, max_changes: int | None) -> 
         if changed is None:
             return
         found = search.try_change(changed, best.starts, f"{begun}, local search")
-        if found is not None and found.seconds < best.seconds:
+        if found is not None and found.cost < best.cost:
             best = found
 
 

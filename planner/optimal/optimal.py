@@ -3,7 +3,7 @@
 1. The first plan: what is idle longest leaves (:mod:`repairing`), timed exactly (:mod:`timing`).
 2. The guide (:mod:`guide`): a fluid program of the whole iteration, or of a folded one in which one
    turn stands for all that are alike. It decides which bytes go where, and where it is worth to
-   wait.
+   wait. With all tiers, and with the host alone if that may do.
 3. Rounding to whole storages (:mod:`rounding`), repair where rounding left too much, exact times on
    the guide's timeline, then on the simulated one (:mod:`search`). Of a folded trace, the choice of
    the repeated turn is made for every turn, and times and verdict are of the whole trace.
@@ -17,8 +17,9 @@ always made.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -49,8 +50,11 @@ _SETTINGS_OF_LARGE = 2
 """How many settings of the guide are tried without a time limit, where its program is small, and
 where it is not."""
 
-_MAX_CHANGES = 200
-"""Of the local search without a time limit, on tiny traces."""
+_SETTINGS_AT_IDEAL = 2
+"""How many are tried on small traces although the iteration is ideal already."""
+
+_MAX_CHANGES = 100
+"""Of the local search without a time limit, on small traces."""
 
 _TINY_KERNELS = 400
 """Traces with at most this many kernels get slots by layer, and slots of one kernel each."""
@@ -66,7 +70,7 @@ _WORTH_PACKING = 1.005
 had no room for."""
 
 _AS_FAST = 2e-4
-"""Of two plans that differ less, the greedy one is taken: it moves less."""
+"""Of two plans that differ less, the greedy one is taken if it moves less."""
 
 _CLOSE_TO_IDEAL = 1 + 1e-6
 
@@ -162,65 +166,113 @@ def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     if start is not None:
         search.try_choice(*choice_of_plan(search.problem, start), "an earlier plan")
         search.try_without_needless()
-    if search.is_over() or _is_ideal(search) or (start is not None and search.deadline is None):
+    is_small = search.problem.num_kernels <= GREEDY_KERNELS
+    is_done = _is_ideal(search) and not is_small
+    if search.is_over() or is_done or (start is not None and search.deadline is None):
         return
     report("guiding")
-    guiding = Guiding.of(search.problem)
-    _follow_guides(search, guiding)
+    scopes = [_Scope(search, Guiding.of(search.problem))]
+    on_host = scopes[0].with_host_alone()
+    if on_host is not None:
+        on_host.search.try_longest_idle()
+        scopes.insert(0, on_host)
+    search, guiding = _follow_guides(scopes)
     search.try_without_needless()
-    if search.deadline is not None or guiding.problem.num_kernels <= _TINY_KERNELS:
+    if (search.deadline is not None or is_small) and not _is_ideal(search):
         report("searching locally")
         most = None if search.deadline is not None else _MAX_CHANGES
         search_locally(search, guiding.folded_row, most)
 
 
-def _follow_guides(search: Search, guiding: Guiding) -> None:
-    """Try what guides advise, setting by setting."""
-    settings = _settings(guiding)
-    if search.deadline is None and guiding.problem.num_kernels > _TINY_KERNELS:
-        settings = settings[: _SETTINGS if guiding.is_small else _SETTINGS_OF_LARGE]
-    for setting in settings:
-        advice = guiding.advise(**setting._asdict(), deadline=search.deadline)
-        if advice is not None:
-            search.try_choice(advice.device, advice.starts, str(setting))
-        if search.is_over() or _is_ideal(search):
-            return
+class _Scope(NamedTuple):
+    """Tiers that take part: a search and the guiding of the same problem."""
+
+    search: Search
+    guiding: Guiding
+
+    def with_host_alone(self) -> _Scope | None:
+        """Without SSDs, where the host may do: a slow device that holds a little holds all up."""
+        search, guiding = self.search.with_host_alone(), self.guiding.with_host_alone()
+        return None if search is None or guiding is None else _Scope(search, guiding)
+
+
+def _follow_guides(scopes: list[_Scope]) -> _Scope:
+    """Try what guides advise, setting by setting: the first one in all scopes, the others in the
+    one that was fastest, which is returned.
+    """
+    for number, setting in enumerate(_settings(scopes[0])):
+        seconds = []
+        for search, guiding in scopes:
+            if search.is_over() or (_is_ideal(search) and number >= _settings_at_ideal(search)):
+                break
+            advice = guiding.advise(**setting._asdict(), deadline=search.deadline)
+            found = None
+            if advice is not None:
+                found = search.try_choice(advice.device, advice.starts, str(setting))
+            seconds.append(np.inf if found is None else found.cost)
+        if len(seconds) < len(scopes):
+            break
+        scopes = [scopes[int(np.argmin(seconds))]]
+    return scopes[0]
+
+
+def _settings_at_ideal(search: Search) -> int:
+    """Settings worth trying when the iteration is ideal already: their moves may be fewer."""
+    return _SETTINGS_AT_IDEAL if search.problem.num_kernels <= GREEDY_KERNELS else 0
 
 
 class _Setting(NamedTuple):
-    """Of a guide: seconds of its slots at most, spare bytes of the GPU, long gaps first."""
+    """Of a guide: seconds of its slots at most, spare bytes of the GPU; among equals, long gaps
+    and large storages first.
+    """
 
     slot_seconds: float
     spare_bytes: int
     unhurried: bool
+    by_size: bool = False
 
     def __str__(self) -> str:
         spare = format_bytes(self.spare_bytes)
         order = ", long gaps first" if self.unhurried else ""
+        order += ", large storages first" if self.by_size else ""
         return f"guide, slots of {self.slot_seconds:.3g} s, {spare} spare{order}"
 
 
-def _settings(guiding: Guiding) -> list[_Setting]:
-    """What is worth trying, in that order.
+def _settings(scope: _Scope) -> list[_Setting]:
+    """What is worth trying, in that order; without a time limit, as many as take seconds.
 
     Whole tensors in flight take memory that a fluid does not, so less than all may plan better;
     and a program has many solutions of one value, of which some round better than others.
     """
+    guiding, is_limited = scope.guiding, scope.search.deadline is not None
     spare_bytes = int(_SPARE_SHARE * guiding.problem.capacity_bytes)
     iteration = guiding.folded.trace.ideal_seconds
-    slots = (iteration, 0.0) if guiding.problem.num_kernels <= _TINY_KERNELS else (iteration,)
-    settings = [
-        _Setting(seconds, spare, unhurried)
-        for seconds in slots
-        for unhurried in (True, False)
-        for spare in (spare_bytes, 0)
+    if guiding.problem.num_kernels <= _TINY_KERNELS:
+        settings = _products((iteration, 0.0), (True, False), (spare_bytes, 0))
+        return [
+            setting._replace(by_size=by_size) for by_size in (True, False) for setting in settings
+        ]
+    if guiding.problem.num_kernels <= GREEDY_KERNELS:
+        settings = _products((iteration / 100, iteration / 500), (True, False), (0, spare_bytes))
+        large_first = [setting._replace(by_size=True) for setting in settings]
+        return large_first + settings if is_limited else [*large_first[:_SETTINGS], settings[0]]
+    settings = _products((iteration,), (True, False), (spare_bytes, 0))
+    settings.sort(key=lambda setting: -setting.spare_bytes)
+    settings += _products((iteration / 500,), (False,), (0, spare_bytes))
+    settings += _products((iteration,), (True, False), (2 * spare_bytes,))
+    settings += _products((iteration / 1500,), (True,), (n * spare_bytes // 2 for n in range(1, 5)))
+    if is_limited:
+        return settings
+    return settings[: _SETTINGS if guiding.is_small else _SETTINGS_OF_LARGE]
+
+
+def _products(
+    slots: Iterable[float], unhurried: Iterable[bool], spare: Iterable[int]
+) -> list[_Setting]:
+    return [
+        _Setting(seconds, spare_bytes, is_unhurried)
+        for seconds, is_unhurried, spare_bytes in itertools.product(slots, unhurried, spare)
     ]
-    if guiding.problem.num_kernels > _TINY_KERNELS:
-        settings.sort(key=lambda setting: -setting.spare_bytes)
-        settings += [_Setting(iteration / 500, spare, False) for spare in (0, spare_bytes)]
-        settings += [_Setting(iteration, 2 * spare_bytes, unhurried) for unhurried in (True, False)]
-        settings += [_Setting(iteration / 1500, n * spare_bytes // 2, True) for n in (1, 2, 3, 4)]
-    return settings
 
 
 def _is_ideal(search: Search) -> bool:
@@ -237,7 +289,7 @@ def _fastest_plan(
 ) -> tuple[Plan | None, CapacityError | None]:
     """The fastest choice that the tiers have room for, and why they have none for a faster one."""
     error = None
-    for found in sorted(search.found, key=lambda found: found.seconds):
+    for found in sorted(search.found, key=lambda found: found.cost):
         try:
             return _plan_of(hardware, search.problem, found, options), error
         except CapacityError as caught:
@@ -261,12 +313,10 @@ def _with_greedy(
     best: Plan | None,
     error: CapacityError | None,
 ) -> Plan:
-    """The faster of the best plan and the greedy's, at the rates counted on; raises CapacityError
-    if there is neither.
+    """The best plan, or the greedy's if that is faster at the rates counted on or at all of them;
+    raises CapacityError if there is neither.
     """
     best_seconds = np.inf if best is None else _seconds_at(trace, best, hardware, share)
-    if best is not None and best_seconds <= trace.ideal_seconds * _CLOSE_TO_IDEAL:
-        return best
     try:
         greedy = plan_greedy(trace, hardware, bandwidth_share=share)
     except CapacityError as caught:
@@ -275,9 +325,12 @@ def _with_greedy(
         has_write_budgets = bool(hardware.write_budgets(trace.metadata.rank))
         # Only the greedy's error says what a write budget would have to be.
         raise (caught if has_write_budgets else error or caught) from None
-    if best is None or _seconds_at(trace, greedy, hardware, share) < best_seconds * (1 + _AS_FAST):
+    if best is None:
         return _named_optimal(greedy, options)
-    return best
+    tolerance = 1 + (_AS_FAST if len(greedy.moves) < len(best.moves) else 0.0)
+    is_faster = greedy.predicted_seconds < best.predicted_seconds
+    is_better = _seconds_at(trace, greedy, hardware, share) < best_seconds * tolerance
+    return _named_optimal(greedy, options) if is_faster or is_better else best
 
 
 def _seconds_at(trace: Trace, made: Plan, hardware: Hardware, share: float) -> float:

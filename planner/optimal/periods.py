@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -95,6 +95,30 @@ class Problem:
             by_version=order,
             begins_version=begins,
             resident_bytes=live_bytes(trace, allocated=True) + trace.kernels.workspace_bytes,
+        )
+
+    @property
+    def is_faster_one_way(self) -> bool:
+        """Whether a direction is faster while the other rests."""
+        machine = self.machine
+        return bool(
+            (machine.duplex_rate < machine.solo_rate).any()
+            or (machine.link_duplex_rate < machine.link_solo_rate).any()
+        )
+
+    def with_host_alone(self) -> Problem | None:
+        """The same, with the SSDs closed; None if there are none open, or the host has no room for
+        what must leave.
+        """
+        machine, closed = self.machine, self.machine.capacity_bytes.copy()
+        closed[1:] = 0
+        least_bytes = int(self.resident_bytes.max()) - self.capacity_bytes
+        if (closed == machine.capacity_bytes).all() or closed[0] < least_bytes:
+            return None
+        return replace(
+            self,
+            hardware=replace(self.hardware, ssd=()),
+            machine=machine._replace(capacity_bytes=closed),
         )
 
     @property

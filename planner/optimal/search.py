@@ -8,7 +8,7 @@ its place a few times, and the fastest of all is kept.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +17,15 @@ from teraio.contracts.table import FloatArray, IntArray
 from teraio.planner.optimal.judging import judge
 from teraio.planner.optimal.occupancy import overfull_devices
 from teraio.planner.optimal.periods import STAYS, Problem
-from teraio.planner.optimal.timing import Timed, needed_moves, time_moves
+from teraio.planner.optimal.timing import Pace, Timed, needed_moves, time_moves
 from teraio.planner.optimal.wear import keeps_to_budgets, repair_within_budgets
 from teraio.traces.lifetimes import kernel_starts_seconds
 
 _MAX_ROUNDS = 4
 _LEAST_GAIN = 1e-5
+
+_SECONDS_PER_MOVE = 2e-6
+"""What a move costs beside what is simulated: an executor has to issue it."""
 
 _LEADS = (0.1, 0.03, 0.01, 0.003)
 """Of an iteration: by how much prefetches may come earlier than they have to."""
@@ -34,7 +37,7 @@ _SHORTER = 0.99
 class Found(NamedTuple):
     """A choice that fits: device per row, times, and the simulated seconds per iteration.
 
-    ``starts`` are the kernels' as simulated, ``timeline`` those that the times were made for.
+    ``starts`` are the kernels' as simulated; the times were made for ``timeline`` and ``pace``.
     """
 
     device: IntArray
@@ -43,6 +46,12 @@ class Found(NamedTuple):
     starts: FloatArray
     origin: str
     timeline: FloatArray
+    pace: Pace
+
+    @property
+    def cost(self) -> float:
+        """Seconds, and a little for each move."""
+        return self.seconds + _SECONDS_PER_MOVE * len(self.timed.rows)
 
 
 @dataclass
@@ -55,8 +64,15 @@ class Search:
 
     @property
     def best(self) -> Found | None:
-        """The fastest choice so far."""
-        return min(self.found, key=lambda found: found.seconds, default=None)
+        """The best choice so far."""
+        return min(self.found, key=lambda found: found.cost, default=None)
+
+    def with_host_alone(self) -> Search | None:
+        """A search that leaves the SSDs alone, and adds to what this one has found; None if there
+        is nothing to leave alone, or the host is too small.
+        """
+        problem = self.problem.with_host_alone()
+        return None if problem is None else replace(self, problem=problem)
 
     def is_over(self) -> bool:
         """Whether the time is up."""
@@ -94,7 +110,7 @@ class Search:
         seconds = self.problem.trace.ideal_seconds if best is None else best.seconds
         repaired = repair_within_budgets(self.problem, device, seconds)
         found = None if repaired is None else self._judged(repaired, starts, origin)
-        if found is None or (best is not None and found.seconds >= best.seconds):
+        if found is None or (best is not None and found.cost >= best.cost):
             return None
         if not keeps_to_budgets(self.problem, found.device, found.seconds):
             return None
@@ -123,13 +139,19 @@ class Search:
             return
         for part in _LEADS:
             lead_seconds = part * best.seconds
-            timed = time_moves(self.problem, best.device, best.timeline, lead_seconds)
+            timed = time_moves(
+                self.problem,
+                best.device,
+                best.timeline,
+                pace=best.pace,
+                lead_seconds=lead_seconds,
+            )
             if timed is None:
                 return
             judged = judge(self.problem, timed, best.device)
             if judged.seconds <= best.seconds * (1 + _LEAST_GAIN):
                 others = [found for found in self.found if found is not best]
-                self.found = [*others, best._replace(timed=timed, seconds=judged.seconds)]
+                self.found[:] = [*others, best._replace(timed=timed, seconds=judged.seconds)]
                 return
 
     def _fastest(self, repaired: IntArray, starts: FloatArray, origin: str) -> Found | None:
@@ -148,8 +170,14 @@ class Search:
         return best
 
     def _judged(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
-        timed = time_moves(self.problem, device, starts)
-        if timed is None:
-            return None
-        judged = judge(self.problem, timed, device)
-        return Found(device, timed, judged.seconds, judged.starts, origin, starts)
+        """Timed for one direction alone and for both at once, whichever turns out faster."""
+        paces = list(Pace) if self.problem.is_faster_one_way else [Pace.SOLO]
+        best: Found | None = None
+        for pace in paces:
+            timed = time_moves(self.problem, device, starts, pace=pace)
+            if timed is None:
+                return None
+            judged = judge(self.problem, timed, device)
+            if best is None or judged.seconds < best.seconds:
+                best = Found(device, timed, judged.seconds, judged.starts, origin, starts, pace)
+        return best

@@ -8,6 +8,7 @@ first to reads and writes that need the time, then to offloads, as late as it fi
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,13 @@ from teraio.traces.lifetimes import kernel_starts_seconds
 from teraio.units import PICOSECONDS_PER_SECOND
 
 _TINY_SECONDS = 1e-12
+
+
+class Pace(enum.Enum):
+    """Rates that transfers are timed with: of one direction alone, or of both at once."""
+
+    SOLO = "solo"
+    DUPLEX = "duplex"
 
 
 class Timed(NamedTuple):
@@ -42,16 +50,21 @@ def time_moves(
     problem: Problem,
     device: IntArray,
     starts: FloatArray,
+    *,
+    pace: Pace = Pace.SOLO,
     lead_seconds: float = 0.0,
 ) -> Timed | None:
     """Windows for a choice on a timeline; None if the choice does not fit however long the absence.
 
-    ``starts`` float64 (K + 1,) is when each kernel's gap begins. Prefetches start ``lead_seconds``
-    before they have to, where memory allows.
+    ``starts`` float64 (K + 1,) is when each kernel's gap begins. Transfers are taken to be as fast
+    as ``pace`` says. Prefetches start ``lead_seconds`` before they have to, where memory allows.
     """
     rows = np.flatnonzero(device != STAYS)
     writes = problem.writes(device)[rows]
-    free_by, prefetch_start = _wanted(problem, rows, device[rows], writes, starts, lead_seconds)
+    clock = _Clock(problem, starts)
+    free_by, prefetch_start = _wanted(
+        problem, rows, device[rows], writes, clock, pace, lead_seconds
+    )
     windows = Windows(problem.away_first[rows].copy(), problem.away_end[rows].copy())
     slack = problem.capacity_bytes - problem.resident_with(rows, *windows)
     if slack.min() < 0:
@@ -85,12 +98,15 @@ def _wanted(
     rows: IntArray,
     device: IntArray,
     writes: BoolArray,
-    starts: FloatArray,
-    lead_seconds: float = 0.0,
+    clock: _Clock,
+    pace: Pace,
+    lead_seconds: float,
 ) -> tuple[IntArray, IntArray]:
     """Kernels, unrolled, by which writes have ended, and before which reads must be issued."""
-    clock = _Clock(problem, starts)
     machine = problem.machine
+    is_solo = pace is Pace.SOLO
+    rates = machine.solo_rate if is_solo else machine.duplex_rate
+    link_rates = machine.link_solo_rate if is_solo else machine.link_duplex_rate
     released = clock.gap_begins(problem.after[rows] + 1)
     due = clock.kernel_begins(problem.end[rows])
     returns = np.flatnonzero(~problem.is_tail[rows])
@@ -104,10 +120,10 @@ def _wanted(
             sign * seconds[who],
             problem.num_bytes[rows[who]],
             device[who],
-            rates=machine.solo_rate[direction::2],
-            link_rate=float(machine.link_solo_rate[direction]),
+            rates=rates[direction::2],
+            link_rate=float(link_rates[direction]),
             latency_seconds=(machine.latency / PICOSECONDS_PER_SECOND)[direction::2],
-            iteration_seconds=float(starts[-1]),
+            iteration_seconds=clock.iteration_seconds,
         )
     first, last = problem.away_first[rows], problem.away_end[rows]
     free_by = np.where(writes, np.clip(clock.kernel_after(written), first, last - 1), first)
@@ -119,8 +135,8 @@ class _Clock:
     """Times of unrolled kernels, from one iteration before the first to two after it."""
 
     def __init__(self, problem: Problem, starts: FloatArray) -> None:
+        self.iteration_seconds = float(starts[-1])
         self._num_kernels = problem.num_kernels
-        self._starts = starts
         self._gaps = problem.trace.kernels.gap_before_seconds
         laps = starts[-1] * np.arange(-1, 3)[:, np.newaxis]
         self._gap_begins = (starts[:-1] + laps).reshape(-1)

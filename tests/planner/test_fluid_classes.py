@@ -59,6 +59,18 @@ def test_alike_versions_are_one_class(make_trace: MakeTrace) -> None:
     assert sorted(gaps.previous[served].tolist()) == served.tolist()
 
 
+def test_classes_by_size_keep_large_and_small_apart(make_trace: MakeTrace) -> None:
+    """Three wait in the same slots: 8 B and 15 B are alike within a factor of two, 64 B is not."""
+    trace = make_trace(
+        [1.0] * 4,
+        [("X", 8, 0, 3), ("Y", 15, 0, 3), ("Z", 64, 0, 3)],
+        [(k, name, how) for name in "XYZ" for k, how in ((0, "w"), (3, "r"))],
+    )
+    slots = cut_into_slots(trace, None, runs_may_stretch=False)
+    assert gap_classes(trace, slots).num_bytes.tolist() == [87]
+    assert sorted(gap_classes(trace, slots, by_size=True).num_bytes.tolist()) == [23, 64]
+
+
 def test_slots_end_with_layers_and_where_they_are_full(make_trace: MakeTrace) -> None:
     """Kernels of 1 s in slots of at most 2.5 s; one that is longer has a slot of its own."""
     trace = make_trace([1.0, 1.0, 1.0, 4.0, 1.0], [("X", 1, 0, 1)], [(0, "X", "w"), (1, "X", "r")])

@@ -133,6 +133,39 @@ def test_guide_whose_slots_are_too_coarse_still_advises(
     assert plan_optimal(one_tensor, hardware).predicted_seconds == pytest.approx(6.0)
 
 
+def test_large_storages_leave_first_among_equals(
+    make_trace: Callable[..., Trace], make_hardware: MakeHardware
+) -> None:
+    """100 B must be away in kernel 4: A alone has them, and twenty others of 5 B each."""
+    small = [f"s{i}" for i in range(20)]
+    names = ["A", *small]
+    trace = make_trace(
+        [1.0] * 9,
+        [("A", 100, 0, 8), *((name, 5, 0, 8) for name in small), ("B", 100, 4, 4)],
+        [
+            (4, "B", "w"),
+            *((k, name, how) for name in names for k, how in ((0, "w"), (8, "r"))),
+        ],
+    )
+    hardware = make_hardware(200, host_bytes=0)
+    problem = Problem.of(trace, hardware)
+    advice = Guiding.of(problem).advise(slot_seconds=1.0, by_size=True)
+    assert advice is not None
+    moved = problem.storage[advice.device != STAYS]
+    assert [names[storage] for storage in moved.tolist()] == ["A"]
+
+
+def test_gaps_too_short_for_a_round_trip_are_left_alone(
+    one_tensor: Trace, make_hardware: MakeHardware
+) -> None:
+    """A waits for 4 s: two round trips of 2 s are worth it, of 2.5 s are not."""
+    for rate, is_moved in ((100.0, True), (80.0, False)):
+        hardware = make_hardware(100, host_bytes=0, host_rate=rate, ssd_rate=rate)
+        problem = Problem.of(one_tensor, hardware)
+        advice = Guiding.of(problem).advise(slot_seconds=0.5)
+        assert (advice is not None and bool((advice.device != STAYS).any())) == is_moved
+
+
 def test_rounding_stays_within_half_a_tensor_above(random_trace: RandomTrace) -> None:
     """Of each device, never more than wanted so far and half of the largest; in all, about that."""
     short, total = 0.0, 0.0

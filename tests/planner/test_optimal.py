@@ -19,7 +19,7 @@ from tests.planner.optimal_cases import (
 from tests.planner.tiny_instances import tiny_instances
 from tests.traces.optimizer_traces import LOOP, PASSES, training_trace
 
-from teraio.contracts.hardware import Hardware
+from teraio.contracts.hardware import Hardware, Link
 from teraio.contracts.plan import Plan
 from teraio.errors import CapacityError, InfeasibleError, InputError
 from teraio.planner import plan as make_plan
@@ -230,6 +230,51 @@ def test_full_host_leaves_the_rest_to_the_ssd(
     assert sorted(plan.moves.tier.tolist()) == ["host", "host", "host", "ssd"]
     # 2 s each way on the SSD, of which 1 s hides.
     assert plan.predicted_seconds == pytest.approx(8.0, abs=1e-9)
+
+
+def test_slow_ssd_is_left_alone_where_the_host_does(
+    make_trace: MakeTrace, make_hardware: MakeHardware
+) -> None:
+    """Ten tensors of 10 B leave for a link that the host fills: an SSD of a tenth of its rate would
+    add nothing, and hold up the kernel that waits for what is on it.
+    """
+    names = [f"s{i}" for i in range(10)]
+    trace = make_trace(
+        [1.0] * 6,
+        [*((name, 10, 0, 5) for name in names), ("B", 100, 2, 3)],
+        [
+            (2, "B", "w"),
+            (3, "B", "r"),
+            *((k, name, how) for name in names for k, how in ((0, "w"), (5, "r"))),
+        ],
+    )
+    hardware = make_hardware(100, ssd_rate=5.0, host_rate=50.0)
+    hardware = replace(hardware, link=(Link(name="pcie", read_rate=50.0, write_rate=50.0),))
+    plan = plan_optimal(trace, hardware)
+    check(trace, hardware, plan)
+    assert set(plan.moves.tier.tolist()) == {"host"}
+    # 2 s each way, of which 1 s hides.
+    assert plan.predicted_seconds == pytest.approx(8.0, abs=1e-9)
+
+
+def test_of_plans_as_fast_the_one_with_fewer_moves(
+    make_trace: MakeTrace, make_hardware: MakeHardware
+) -> None:
+    """One tensor of 100 B, or twenty of 5 B that wait as long, or longer: all hide."""
+    small = [f"s{i}" for i in range(20)]
+    trace = make_trace(
+        [1.0] * 12,
+        [("A", 100, 2, 9), *((name, 5, 0, 11) for name in small), ("B", 100, 5, 6)],
+        [
+            *((2, "A", "w"), (9, "A", "r"), (5, "B", "w"), (6, "B", "r")),
+            *((k, name, how) for name in small for k, how in ((0, "w"), (11, "r"))),
+        ],
+    )
+    hardware = make_hardware(200, host_bytes=0)
+    plan = plan_optimal(trace, hardware)
+    check(trace, hardware, plan)
+    assert plan.predicted_seconds == pytest.approx(12.0)
+    assert len(plan.moves) == 1
 
 
 def test_optimizer_in_backward_is_planned_as_it_will_run(make_hardware: MakeHardware) -> None:

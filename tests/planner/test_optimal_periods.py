@@ -18,6 +18,7 @@ from teraio.planner.optimal.repairing import repair
 from teraio.planner.residency import resident_bytes
 from teraio.traces.trace import Trace
 
+MakeHardware = Callable[..., Hardware]
 RandomTrace = Callable[[int], Trace]
 SEEDS = range(60)
 
@@ -139,3 +140,18 @@ def test_device_without_room_gets_nothing(
     repaired = repair(problem, np.full(len(problem.period), STAYS))
     assert repaired is not None
     assert repaired.tolist() == [problem.machine.devices.index("ssd0")]
+
+
+def test_host_alone_leaves_ssds_closed(one_tensor: Trace, make_hardware: MakeHardware) -> None:
+    """Devices keep their numbers; without SSDs, or with a small host, there is nothing to try."""
+    problem = Problem.of(one_tensor, make_hardware(100, num_ssds=2))
+    on_host = problem.with_host_alone()
+    assert on_host is not None
+    assert on_host.machine.devices == problem.machine.devices
+    assert on_host.machine.capacity_bytes.tolist() == [problem.machine.capacity_bytes[0], 0, 0]
+    assert on_host.hardware.ssd == ()
+    repaired = repair(on_host, np.full(len(problem.period), STAYS))
+    assert repaired is not None
+    assert repaired.max() == 0
+    for hardware in (make_hardware(100, num_ssds=0), make_hardware(100, host_bytes=99)):
+        assert Problem.of(one_tensor, hardware).with_host_alone() is None

@@ -17,7 +17,8 @@ from teraio.planner.drafts import draft_moves
 from teraio.planner.optimal.judging import judge
 from teraio.planner.optimal.periods import STAYS, Problem
 from teraio.planner.optimal.repairing import repair
-from teraio.planner.optimal.timing import Timed, time_moves
+from teraio.planner.optimal.search import Search
+from teraio.planner.optimal.timing import Pace, Timed, time_moves
 from teraio.planner.optimal.transfer_times import end_seconds
 from teraio.planner.plan_building import build_plan
 from teraio.traces.lifetimes import kernel_starts_seconds
@@ -220,6 +221,29 @@ def test_choice_that_does_not_fit_has_no_times(random_trace: RandomTrace) -> Non
     problem = Problem.of(trace, hardware.with_budgets(gpu_memory=trace.peak_allocated_bytes - 1))
     nothing = np.full(len(problem.period), STAYS)
     assert time_moves(problem, nothing, kernel_starts_seconds(trace)) is None
+
+
+def test_times_are_those_of_the_faster_pace(random_trace: RandomTrace) -> None:
+    """Where a direction is slower while the other is busy, timing for that pays at times, and at
+    times not: the search takes what is faster.
+    """
+    faster = dict.fromkeys(Pace, 0)
+    for seed in range(60):
+        trace, hardware = random_case(seed, random_trace)
+        problem = Problem.of(trace, hardware)
+        device = repair(problem, random_choice(problem, seed, share=0.2))
+        if device is None or not problem.is_faster_one_way:
+            continue
+        starts, seconds = kernel_starts_seconds(trace), {}
+        for pace in Pace:
+            timed = time_moves(problem, device, starts, pace=pace)
+            assert timed is not None
+            seconds[pace] = judge(problem, timed, device).seconds
+        found = Search(problem).try_choice(device, starts, "test")
+        if found is not None and len(set(seconds.values())) > 1:
+            assert found.seconds <= min(seconds.values())
+            faster[min(seconds, key=lambda pace: seconds[pace])] += 1
+    assert min(faster.values()) > 0
 
 
 def as_moves(problem: Problem, device: IntArray, timed: Timed) -> Moves:
