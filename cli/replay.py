@@ -18,6 +18,7 @@ from teraio.cli.options import (
     trace_argument,
 )
 from teraio.cli.result import Result
+from teraio.cli.ssd_files import file_facts, file_line, ssd_backend_option, ssd_path_option
 from teraio.cli.tables import duration, facts, grid
 from teraio.cli.timelines import show_timeline, write_timeline
 from teraio.cli.trace_names import kernel_names, storage_names
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 @optional_hardware_option
 @gpu_memory_option
 @host_memory_option
-@click.option("--ssd-path", type=click.Path(path_type=Path), help="Folder for offloaded storages.")
+@ssd_path_option
+@ssd_backend_option
 @click.option(
     "--iterations",
     type=click.IntRange(min=1),
@@ -78,7 +80,8 @@ def replay(
     hardware: str | None,
     gpu_memory: int | None,
     host_memory: int | None,
-    ssd_path: Path | None,
+    ssd_path: tuple[Path, ...],
+    ssd_backend: str,
     iterations: int,
     scale: float,
     verify: str | None,
@@ -108,7 +111,8 @@ def replay(
             hardware=hardware,
             gpu_memory=gpu_memory,
             host_memory=host_memory,
-            ssd_path=ssd_path,
+            ssd_path=ssd_path or None,
+            ssd_backend=ssd_backend,
             iterations=iterations,
             scale=scale,
             verify=verify,
@@ -117,7 +121,8 @@ def replay(
         )
     named = loaded if chosen is None else trace_of_plan(loaded, chosen)
     write_timeline(played.timeline, timeline, plot, kernel_names(named), storage_names(named))
-    data = {**played.summary(), "timeline": timeline, "plot": plot}
+    files = [file_facts(use) for use in played.ssd_files]
+    data = {**played.summary(), "ssd_files": files, "timeline": timeline, "plot": plot}
     return Result(data, lambda console: _show(console, str(plan or trace), played))
 
 
@@ -137,6 +142,7 @@ def _show(console: Console, title: str, played: Replay) -> None:
     ]
     if not played.transfers_checked:
         notes.pop()
+    notes += [(f"{use.device} in {use.path}", file_line(use)) for use in played.ssd_files]
     if played.scale != 1:
         notes.append(("scaled", f"sizes, durations and budgets times {played.scale:g}"))
     if played.device == "cuda":

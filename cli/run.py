@@ -15,16 +15,15 @@ from teraio.cli.options import (
     timeline_option,
 )
 from teraio.cli.result import Result
+from teraio.cli.ssd_files import file_facts, file_line, ssd_backend_option, ssd_path_option
 from teraio.cli.tables import duration, facts, size
 from teraio.cli.timelines import write_timeline
-from teraio.units import format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from teraio.contracts.plan import Plan
     from teraio.executor import RunReport
-    from teraio.executor.stores import FileUse
 
 
 @command(
@@ -37,19 +36,8 @@ if TYPE_CHECKING:
 )
 @gpu_memory_option
 @host_memory_option
-@click.option(
-    "--ssd-path",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="Folder for offloaded storages; given more than once, they are striped over all.",
-)
-@click.option(
-    "--ssd-backend",
-    type=click.Choice(["auto", "gds", "file"]),
-    default="auto",
-    show_default=True,
-    help="What serves the SSD files: kvikio (GPUDirect Storage), system calls, or the faster one.",
-)
+@ssd_path_option
+@ssd_backend_option
 @click.option(
     "--verify-transfers",
     is_flag=True,
@@ -119,7 +107,7 @@ def run(
         "first_drift": report.first_drift,
         "demand_fetches": report.demand_fetches,
         "evictions": report.evictions,
-        "ssd_files": [_file_facts(use) for use in report.ssd_files],
+        "ssd_files": [file_facts(use) for use in report.ssd_files],
         "verified_reads": report.verified_reads,
         "timeline": timeline,
     }
@@ -139,7 +127,7 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
         ("demand fetches", f"{report.demand_fetches:,} ({size(report.demand_fetch_bytes)})"),
         ("evictions", f"{report.evictions:,} ({size(report.eviction_bytes)})"),
     ]
-    rows += [(f"{use.device} in {use.path}", _file_line(use)) for use in report.ssd_files]
+    rows += [(f"{use.device} in {use.path}", file_line(use)) for use in report.ssd_files]
     if report.verified_reads:
         rows.append(("reads whose checksum agreed", f"{report.verified_reads:,}"))
     if report.first_substituted:
@@ -147,30 +135,6 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
     if report.first_drift:
         rows.append(("first off the trace", report.first_drift))
     console.print(facts(title, rows))
-
-
-def _file_facts(use: FileUse) -> dict[str, object]:
-    return {
-        "device": use.device,
-        "path": use.path,
-        "backend": use.backend,
-        "read_bytes": use.read_bytes,
-        "write_bytes": use.write_bytes,
-        "read_bytes_per_second": use.read_rate,
-        "write_bytes_per_second": use.write_rate,
-    }
-
-
-def _file_line(use: FileUse) -> str:
-    rates = [
-        f"{verb} {size(nbytes)} at {format_rate(rate)}"
-        for verb, nbytes, rate in (
-            ("read", use.read_bytes, use.read_rate),
-            ("wrote", use.write_bytes, use.write_rate),
-        )
-        if rate is not None
-    ]
-    return f"{use.backend}: {', '.join(rates) or 'not used'}"
 
 
 def _of(part: int, whole: int) -> str:

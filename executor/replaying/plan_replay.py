@@ -21,6 +21,8 @@ from teraio.executor.replaying.patterns import CHECKS
 from teraio.executor.replaying.room import open_replay_tiers
 from teraio.executor.replaying.scene import make_scene
 from teraio.executor.replaying.session import Session
+from teraio.executor.stores import FileUse
+from teraio.executor.stores.striped_space import Directories
 from teraio.traces.trace import Trace, as_trace
 from teraio.units import format_seconds
 
@@ -35,8 +37,8 @@ class Replay:
     ``all_iteration_seconds``: every iteration after the warm-up; ``moves_found`` of
     ``moves_planned``: offloads of an iteration; ``transfers_checked``: reads whose bytes were
     compared; ``kernel_error``: fraction by which the stand-in kernels of the last iteration missed
-    their time in all (0 on a CPU, where they go by the clock); ``scale``: of sizes, durations and
-    budgets.
+    their time in all (0 on a CPU, where they go by the clock); ``ssd_files``: each file of the SSD
+    tier, with what served it and its rates; ``scale``: of sizes, durations and budgets.
     """
 
     timeline: Timeline
@@ -46,6 +48,7 @@ class Replay:
     moves_found: int
     transfers_checked: int
     kernel_error: float
+    ssd_files: tuple[FileUse, ...]
     device: str
     scale: float
 
@@ -97,7 +100,8 @@ def replay(
     hardware: Hardware | str | Path | None = None,
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
-    ssd_path: str | Path | None = None,
+    ssd_path: Directories | None = None,
+    ssd_backend: str = "auto",
     iterations: int = 3,
     scale: float = 1.0,
     verify: str | None = None,
@@ -110,7 +114,8 @@ def replay(
     code. Without a plan, storages are paged on demand. One iteration warms up, ``iterations`` are
     measured. ``device``: whose memory is planned, ``cpu`` or ``cuda``. ``hardware``: whose rates
     the prediction counts on (the plan's; without a plan, its tiers too). Budgets are the plan's,
-    then the hardware's. ``scale`` (at most 1) multiplies sizes, durations and budgets alike.
+    then the hardware's; SSD files are as for ``execute``. ``scale`` (at most 1) multiplies sizes,
+    durations and budgets alike.
 
     ``verify``: how much of each storage is compared after it came back: ``full``, ``sampled`` (the
     default on a CPU) or ``off`` (the default on a GPU, where it takes time from the kernels).
@@ -128,7 +133,11 @@ def replay(
     scene = make_scene(trace, plan, hardware, gpu_memory, host_memory, scale)
     predicted = scene.predicted(hardware, has_memory_traffic=memory_traffic)
     tiers = open_replay_tiers(
-        scene, is_budget_given=host_memory is not None, ssd_path=ssd_path, device_type=device
+        scene,
+        is_budget_given=host_memory is not None,
+        ssd_path=ssd_path,
+        ssd_backend=ssd_backend,
+        device_type=device,
     )
     with closing(tiers):
         if scene.is_planned and not scene.fits:
@@ -136,14 +145,21 @@ def replay(
             warnings.warn(message, OffloadWarning, stacklevel=2)
         session = Session(scene.trace, scene.plan, tiers, device, verify)
         timeline = session.play(iterations, has_memory_traffic=memory_traffic, progress=progress)
+    return _replay_of(session, timeline, predicted, device, scale)
+
+
+def _replay_of(
+    session: Session, timeline: Timeline, predicted: Timeline, device: str, scale: float
+) -> Replay:
     return Replay(
         timeline=timeline,
         predicted=predicted,
         all_iteration_seconds=session.iteration_seconds,
-        moves_planned=len(scene.plan.moves),
+        moves_planned=session.moves_planned,
         moves_found=session.moves_found,
         transfers_checked=session.transfers_checked,
         kernel_error=session.kernel_error,
+        ssd_files=session.ssd_files,
         device=device,
         scale=scale,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from teraio.contracts.hardware import HOST, Hardware
@@ -12,6 +10,7 @@ from teraio.errors import InputError
 from teraio.executor.execution import planned_bytes_per_device
 from teraio.executor.probing.limits import available_memory_bytes, check_memory_by_touching
 from teraio.executor.replaying.scene import Scene
+from teraio.executor.stores.striped_space import Directories
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.traces.trace import UNTRACKED, Trace
 from teraio.units import format_bytes
@@ -25,7 +24,12 @@ def untracked_bytes(plan: Plan) -> int:
 
 
 def open_replay_tiers(
-    scene: Scene, *, is_budget_given: bool, ssd_path: str | Path | None, device_type: str
+    scene: Scene,
+    *,
+    is_budget_given: bool,
+    ssd_path: Directories | None,
+    ssd_backend: str,
+    device_type: str,
 ) -> Tiers:
     """The stores of a replay. Raises InputError if memory is short, CapacityError, StoreError.
 
@@ -49,6 +53,7 @@ def open_replay_tiers(
         host_memory_bytes=host_bytes,
         ssd_path=ssd_path,
         device_type=device_type,
+        ssd_backend=ssd_backend,
     )
 
 

@@ -18,6 +18,7 @@ from teraio.executor.replaying.player import Player
 from teraio.executor.replaying.room import untracked_bytes
 from teraio.executor.replaying.stand_ins import HostKernels, StandIns, quick_switching
 from teraio.executor.residency import Residency
+from teraio.executor.stores import FileUse
 from teraio.executor.tiers import Tiers
 from teraio.profiler.allocator_settings import exact_blocks
 from teraio.traces.trace import Trace
@@ -40,6 +41,12 @@ class Session:
         self.kernel_error = 0.0
         self.moves_found = 0
         self.iteration_seconds: list[float] = []
+        self.ssd_files: tuple[FileUse, ...] = ()
+
+    @property
+    def moves_planned(self) -> int:
+        """Rows of the plan's moves."""
+        return len(self._plan.moves)
 
     @property
     def transfers_checked(self) -> int:
@@ -86,6 +93,7 @@ class Session:
             for record in player.log.last.traffic.transfers:
                 record.transfer.wait()
             self._patterns.finish()
+            self.ssd_files = tuple(self._tiers.file_uses)
             if on_device is not None:
                 self.kernel_error = on_device.error()
                 _settle(player, on_device)

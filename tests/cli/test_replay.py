@@ -38,6 +38,8 @@ def test_keys_are_those_of_simulate_and_the_replays_own(
     assert replayed["moves_found"] == replayed["moves_planned"] == 2
     assert replayed["transfers_checked"] > 0
     assert replayed["scale"] == 0.05
+    (file,) = replayed["ssd_files"]
+    assert file["write_bytes"] == 0
 
 
 def test_people_see_both_and_that_it_was_scaled(

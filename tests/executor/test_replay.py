@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import teraio
-from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Ssd
+from teraio.contracts.hardware import Gpu, Hardware, Host, Link, Slowdown, Ssd
 from teraio.contracts.plan import Accesses, Moves, Plan
 from teraio.contracts.timeline import Timeline
 from teraio.errors import CapacityError, InputError, OffloadWarning, StoreError
@@ -208,11 +208,19 @@ def test_all_kinds_of_moves(small_trace: Trace, small_plan: Plan, tmp_path: Path
 
 
 def test_the_disk_tier(tmp_path: Path) -> None:
-    """All moves through a file."""
+    """All moves through files, in two folders; what served them is reported."""
     trace = layers()
-    replay = play(trace, evict_everything(trace, machine(), tiers="ssd"), ssd_path=tmp_path)
+    plan = evict_everything(trace, machine(), tiers="ssd")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    replay = play(trace, plan, ssd_path=folders, ssd_backend="file")
     assert set(replay.timeline.metadata.channel_bytes) == {"disk read", "disk write"}
     assert replay.transfers_checked > 0
+    assert [use.path for use in replay.ssd_files] == [str(folder) for folder in folders]
+    assert all(use.backend.startswith("file") for use in replay.ssd_files)
+    written = int(plan.moves.nbytes[plan.moves.writes].sum())
+    assert sum(use.write_bytes for use in replay.ssd_files) >= 3 * written
 
 
 def test_bounce_buffers_count_as_host_memory(tmp_path: Path) -> None:
@@ -280,6 +288,35 @@ def test_plans_with_a_transform(case: Any, machine: Any) -> None:
     assert replay.timeline.metadata.ideal_seconds == trace.ideal_seconds
     events = replay.timeline.events
     assert int((events.what == "kernel").sum()) == len(plan.kernels) != trace.num_kernels
+
+
+def test_only_memory_traffic_is_slowed_down_by_transfers() -> None:
+    """A stand-in that only lets time pass is not, so the prediction leaves the slowdown out."""
+    trace = layers()
+    slowing = replace(machine(), slowdown=Slowdown(read=2.0, write=2.0, both=2.0))
+    moves = evict_everything(trace, slowing).moves
+    behind = replace(moves.take(np.flatnonzero(moves.storage == 1)), free_by=np.array([4]))
+    plan = build_plan(trace, behind, slowing, planner="test")
+    passing, copying = (play(trace, plan, memory_traffic=copies) for copies in (False, True))
+    assert passing.predicted_seconds < copying.predicted_seconds
+    assert copying.moves_found == 1
+    assert copying.iteration_seconds >= trace.ideal_seconds
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    """Stores are closed, whatever ends a replay; the progress counts iterations."""
+    seen: list[int] = []
+
+    def interrupt(iteration: int) -> None:
+        seen.append(iteration)
+        if iteration == 1:
+            raise KeyboardInterrupt
+
+    trace = layers()
+    with pytest.raises(KeyboardInterrupt):
+        play(trace, evict_everything(trace, machine()), progress=interrupt)
+    assert seen == [0, 1]
+    assert not [t for t in threading.enumerate() if t.name.startswith("teraio-")]
 
 
 # Bytes that are wrong
@@ -405,6 +442,7 @@ def test_an_invalid_plan_is_refused() -> None:
         ({"scale": 2.0}, "scale"),
         ({"scale": float("nan")}, "scale"),
         ({"verify": "some"}, "verify"),
+        ({"ssd_backend": "tape"}, "ssd_backend"),
         ({"host_memory": "1MB"}, "host_memory"),  # The plan's slots need more.
     ],
 )
