@@ -74,13 +74,17 @@ class TransferRecord(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Time in which the next kernel waited; cause: read | memory."""
+    """Time in which the next kernel waited for a transfer; cause: read | memory.
+
+    Seconds are the host's: where a GPU's stream waits the host does not.
+    """
 
     kernel: int
     row: int
     cause: str
     start_seconds: float
     end_seconds: float
+    transfer: Transfer | None = None
 
 
 @dataclass

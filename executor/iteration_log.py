@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from teraio.executor.holding import Traffic, TransferRecord
 from teraio.executor.residency import Residency
+from teraio.executor.stores.streams import CudaClock
 
 _DETAILED_ITERATIONS = 8
 """Iterations of which every kernel is kept for the timeline; of older ones the totals are."""
+
+_WATCHED_ITERATION = 3
+"""On a GPU events around every kernel cost time, so of one iteration on plan only: caches are warm
+by then.
+"""
 
 
 @dataclass
@@ -36,6 +42,9 @@ class IterationRecord:
     memory_bytes: list[int] = field(default_factory=list)
     start_event: torch.cuda.Event | None = None
     end_event: torch.cuda.Event | None = None
+    kernel_events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = field(
+        default_factory=list
+    )
 
     @property
     def is_on_plan(self) -> bool:
@@ -84,6 +93,10 @@ class IterationLog:
 
     def __init__(self, device_type: str) -> None:
         self._is_gpu = device_type == "cuda"
+        self._clock = CudaClock() if self._is_gpu else None
+        self._num_on_plan = 0
+        self._is_watching = False
+        self.watched: IterationRecord | None = None
         self.totals = Totals()
         self.num_iterations = 0
         self.num_warm_up = 0
@@ -121,9 +134,24 @@ class IterationLog:
         if not self._is_gpu:
             self.current.kernels.append((kernel, start_seconds, end_seconds))
 
+    def begin_kernel(self) -> float | torch.cuda.Event | None:
+        """When an operator begins: on the host's clock, or in the GPU's stream if it is watched."""
+        if not self._is_gpu:
+            return time.perf_counter()
+        return self._event() if self._is_watching else None
+
+    def end_kernel(self, kernel: int, began: float | torch.cuda.Event | None) -> None:
+        """The operator has run, or was launched; ``began`` is what :meth:`begin_kernel` gave."""
+        if isinstance(began, float):
+            self.kernel(kernel, began, time.perf_counter())
+        elif began is not None:
+            ended = self._event()
+            assert ended is not None
+            self.current.kernel_events.append((kernel, began, ended))
+
     def memory(self, used_bytes: int) -> None:
         """Bytes held on the GPU after a kernel."""
-        if not self._is_gpu:
+        if not self._is_gpu or self._is_watching:
             self.current.memory_bytes.append(used_bytes)
 
     def drift(self, kernel: int, what: str) -> None:
@@ -141,6 +169,7 @@ class IterationLog:
         record.traffic, residency.traffic = residency.traffic, Traffic()
         record.peak_bytes = residency.take_peak()
         self._count(record)
+        self._choose_watched(record)
         self.recent.append(record)
         if len(self.recent) > _DETAILED_ITERATIONS:
             self._summarise(self.recent.popleft())
@@ -165,6 +194,33 @@ class IterationLog:
             self.num_warm_up += 1
         else:
             self.totals.add(record)
+
+    def _choose_watched(self, record: IterationRecord) -> None:
+        """Keep the iteration whose kernels were watched, if it went by the plan, else try again."""
+        if self._is_watching and record.is_on_plan:
+            self.watched = record
+        self._num_on_plan += record.is_on_plan and not record.is_warm_up
+        self._is_watching = (
+            self._is_gpu and self.watched is None and self._num_on_plan >= _WATCHED_ITERATION - 1
+        )
+
+    def resolved(self, record: IterationRecord) -> IterationRecord:
+        """The record with a GPU's times of its boundaries and watched kernels, once they are over.
+
+        On the clock of ``time.perf_counter``, as the transfers' are.
+        """
+        clock, start, end = self._clock, record.start_event, record.end_event
+        if clock is None or start is None or end is None:
+            return record
+        end.synchronize()
+        seconds = clock.seconds
+        kernels = [(k, seconds(began), seconds(ended)) for k, began, ended in record.kernel_events]
+        return replace(
+            record,
+            kernels=kernels or record.kernels,
+            start_seconds=seconds(start),
+            end_seconds=seconds(end),
+        )
 
     def _summarise(self, record: IterationRecord) -> None:
         seconds = record.seconds

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from teraio.contracts.timeline import Events, Timeline, TimelineMetadata, channel_name
-from teraio.executor.holding import TransferRecord
+from teraio.executor.holding import TransferRecord, Wait
 from teraio.executor.iteration_log import IterationLog, IterationRecord
+from teraio.executor.replaying.device_times import stalls_between
 
 Spans = list[tuple[float, float]]
 """Intervals [start, end) in seconds."""
@@ -29,13 +31,17 @@ def build_timeline(
 
     ``gap_seconds``: idle time per iteration that the trace has too. ``num_storages``: rows of the
     plan; what only the run has is no storage of the timeline. Kernels are numbered as the run has
-    them. On a GPU kernels have no times
-    of their own here: the account then holds the iteration only, as gap.
+    them. On a GPU it is the iteration whose kernels were watched, if there was one; without it the
+    account holds the iteration only, as gap.
     """
     records = [r for r in log.recent if not r.is_warm_up] or list(log.recent)
     steady = [r for r in records if r.is_on_plan] or records
     steady = sorted(steady, key=lambda r: r.seconds)
-    record = steady[len(steady) // 2] if steady else IterationRecord(0, 0.0)
+    chosen = steady[len(steady) // 2] if steady else IterationRecord(0, 0.0)
+    record = log.resolved(log.watched or chosen)
+    if record.kernel_events:
+        # What was recorded stays as it is: another timeline may be made of it.
+        record = replace(record, traffic=replace(record.traffic, waits=_device_waits(record)))
     metadata = TimelineMetadata(
         source="measured",
         iteration_seconds=record.seconds,
@@ -75,6 +81,16 @@ def _rows(record: IterationRecord, rank: int, num_storages: int) -> Iterable[tup
         row = w.row if 0 <= w.row < num_storages else None
         start, end = w.start_seconds - origin, w.end_seconds - origin
         yield 0, rank, "stall", w.kernel, row, None, start, end, 0, w.cause
+
+
+def _device_waits(record: IterationRecord) -> list[Wait]:
+    """Stalls of a GPU's stream: pauses between kernels, as far as transfers explain them."""
+    ends: dict[int, list[tuple[Wait, float]]] = {}
+    for wait in record.traffic.waits:
+        if wait.transfer is not None:
+            ends.setdefault(wait.kernel, []).append((wait, wait.transfer.end_seconds))
+    no_gaps = [0.0] * (1 + max((kernel for kernel, _, _ in record.kernels), default=0))
+    return stalls_between(record.start_seconds, record.kernels, no_gaps, ends)
 
 
 def _inside(record: IterationRecord) -> Iterator[tuple[TransferRecord, float, float]]:

@@ -138,13 +138,13 @@ class ExecutorMode(KernelMode):
                 residency.order.note_use(holding)
 
     def run_kernel(self, call: KernelCall) -> Any:
-        start = time.perf_counter()
+        began = self.log.begin_kernel()
         was_running, self.is_running = self.is_running, True
         try:
             result = call.func(*call.args, **call.kwargs)
         finally:
             self.is_running = was_running
-        self.log.kernel(self._planned_kernel, start, time.perf_counter())
+        self.log.end_kernel(self._planned_kernel, began)
         return result
 
     def after_kernel(self, call: KernelCall) -> None:

@@ -390,7 +390,7 @@ class Residency:
         start = time.perf_counter()
         transfer.make_stream_wait()
         end = time.perf_counter()
-        self.traffic.waits.append(Wait(self.kernel, holding.row, cause, start, end))
+        self.traffic.waits.append(Wait(self.kernel, holding.row, cause, start, end, transfer))
 
     def _record(self, transfer: Transfer, store: Store, holding: Holding, cause: str) -> None:
         self.traffic.transfers.append(

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from teraio.errors import StoreError
+from teraio.executor.stores.in_flight import InFlight
 
 _REBASE_SECONDS = 30.0
 _ROUND_TRIPS = 10
@@ -66,6 +66,7 @@ class StreamTransfer:
     start: torch.cuda.Event
     end: torch.cuda.Event
     buffer: torch.Tensor | None
+    stream: torch.cuda.Stream
     _seconds: tuple[float, float] | None = field(default=None, init=False)
 
     @property
@@ -101,13 +102,6 @@ class StreamTransfer:
             (stream or torch.cuda.current_stream()).wait_event(self.end)
             self.buffer = None
 
-    def overlaps(self, offset_bytes: int, nbytes: int) -> bool:
-        """Whether it touches one of these bytes of the arena."""
-        return (
-            self.offset_bytes < offset_bytes + nbytes
-            and offset_bytes < self.offset_bytes + self.nbytes
-        )
-
     def _finish(self) -> None:
         self._seconds = (self.clock.seconds(self.start), self.clock.seconds(self.end))
         self.buffer = None
@@ -129,6 +123,7 @@ class StreamQueues:
         self._outstanding: dict[tuple[bool, bool], deque[StreamTransfer]] = {
             key: deque() for key in self._streams
         }
+        self._in_flight: InFlight[StreamTransfer] = InFlight()
         self._is_closed = False
 
     def issue(
@@ -147,8 +142,10 @@ class StreamQueues:
         stream = self._streams[is_write, is_urgent]
         if after is not None:
             stream.wait_event(after)
-        for earlier in self._of_other_streams(is_write, is_urgent):
-            if (earlier.is_write or is_write) and earlier.overlaps(offset_bytes, buffer.numel()):
+        nbytes = buffer.numel()
+        self._forget_ended()
+        for earlier in self._in_flight.overlapping(offset_bytes, nbytes):
+            if (earlier.is_write or is_write) and earlier.stream is not stream:
                 stream.wait_event(earlier.end)
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -157,24 +154,24 @@ class StreamQueues:
         torch.cuda.set_stream(stream)
         try:
             with torch._C._DisableTorchDispatch():
-                slot = self._arena[offset_bytes : offset_bytes + buffer.numel()]
+                slot = self._arena[offset_bytes : offset_bytes + nbytes]
                 to, source = (slot, buffer) if is_write else (buffer, slot)
                 to.copy_(source, non_blocking=True)
         finally:
             torch.cuda.set_stream(compute)
         end.record(stream)
         transfer = StreamTransfer(
-            is_write, offset_bytes, buffer.numel(), self._clock, start, end, buffer
+            is_write, offset_bytes, nbytes, self._clock, start, end, buffer, stream
         )
         self._outstanding[is_write, is_urgent].append(transfer)
+        self._in_flight.add(transfer)
         return transfer
 
-    def _of_other_streams(self, is_write: bool, is_urgent: bool) -> Iterator[StreamTransfer]:
-        for key, transfers in self._outstanding.items():
+    def _forget_ended(self) -> None:
+        # A stream serves its transfers in order, so the first that has not ended ends the search.
+        for transfers in self._outstanding.values():
             while transfers and transfers[0].done:
-                transfers.popleft()
-            if key != (is_write, is_urgent):
-                yield from transfers
+                self._in_flight.remove(transfers.popleft())
 
     def close(self) -> None:
         """Wait for the streams."""
@@ -182,6 +179,7 @@ class StreamQueues:
         for stream in self._streams.values():
             stream.synchronize()
         self._outstanding.clear()
+        self._in_flight = InFlight()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def owns_current_thread(self) -> bool:
