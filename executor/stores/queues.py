@@ -220,6 +220,8 @@ class ThreadQueues:
         error = transfer.inherited_error()
         try:
             if transfer.after is not None:
+                # A thread's GPU is the first one until it says otherwise.
+                torch.cuda.set_device(transfer.buffer.device)
                 # Here, not where it was issued: the training thread runs ahead of the GPU.
                 transfer.after.synchronize()
                 transfer.start_seconds = time.perf_counter()
