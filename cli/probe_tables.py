@@ -56,7 +56,8 @@ def _title(path: MeasuredPath, *, names_gpu: bool) -> str:
     worst = path.fit.worst(path.timings)
     where = f"{path.device}, GPU {path.gpu}" if names_gpu else path.device
     return (
-        f"{where}, through {path.backend}: latency + bytes / rate is off by at most "
+        f"{where}, through {path.backend}: latency + bytes / rate is off by "
+        f"{percent(path.fit.typical_misfit(path.timings))}, at most "
         f"{percent(abs(path.worst_misfit))} ({worst.kind}, {size(worst.nbytes)})"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KIB, MIB = 2**10, 2**20
 
@@ -49,3 +49,5 @@ QUICK = Effort(
     limit_seconds=0.8,
     sustained_seconds=0.0,
 )
+QUICK_GPU = replace(QUICK, sizes=(MIB, 8 * MIB, 64 * MIB))
+"""Copies of a GPU are fast enough for sizes at which their rate is the final one."""

@@ -19,7 +19,7 @@ from teraio.contracts.hardware import Hardware
 from teraio.errors import InputError
 from teraio.executor.probing.description import Raw, describe
 from teraio.executor.probing.disks import Disk, DiskProbe
-from teraio.executor.probing.effort import FULL, QUICK, Effort
+from teraio.executor.probing.effort import FULL, QUICK, QUICK_GPU, Effort
 from teraio.executor.probing.hosts import (
     background_kernels,
     measure_host,
@@ -92,7 +92,8 @@ def measure_machine(
     say = progress or (lambda message: None)
     places = places_of(device)
     limits = read_limits()
-    effort = _effort(QUICK if quick else FULL, sizes, sustained, limits)
+    quick_effort = QUICK_GPU if places[0].is_cuda else QUICK
+    effort = _effort(quick_effort if quick else FULL, sizes, sustained, limits)
     with _disks(directory, stripe) as disks:
         DiskProbe.check(effort, disks)
         host_bytes = _checked_host_bytes(host_memory, limits, say)

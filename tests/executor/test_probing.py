@@ -18,9 +18,11 @@ from teraio.errors import InputError
 from teraio.executor import probe
 from teraio.executor.probing import Measurements, machine, measure_machine, usable_memory_bytes
 from teraio.executor.probing.disks import Disk, DiskProbe
-from teraio.executor.probing.effort import QUICK
+from teraio.executor.probing.effort import FULL, QUICK
 from teraio.executor.probing.fitting import KINDS
+from teraio.executor.probing.hosts import measure_host, measure_kernels
 from teraio.executor.probing.kernels import slowdown_factor, weighted_slowdown
+from teraio.executor.probing.limits import Limits
 from teraio.executor.probing.places import GpuPlace
 from teraio.executor.probing.plot_measurements import plot_measurements
 
@@ -213,21 +215,78 @@ def test_one_slowdown_stands_for_a_step() -> None:
     assert slowdown.both == pytest.approx(1.04)
 
 
+def test_sizes_fit_into_small_memory() -> None:
+    """A sixteenth each: four copies in a quarter of a machine of 1 GiB."""
+    limits = Limits(2**30, 2**30, None, None)
+    effort = machine._effort(FULL, None, None, limits)
+    assert effort.sizes == (2**18, 2**20, 2**22, 2**24, 2**26)
+    assert effort.memory_bytes == 64 * MIB
+    assert machine._effort(FULL, ["1MiB", 2**20, 5], 3.0, limits).sizes == (5, 2**20)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu(tmp_path: Path) -> None:
     """Links are what pinned copies show; the fit holds; memory is what is free."""
+    before = torch.cuda.get_rng_state()
     measured = measure_machine(device="cuda", directory=tmp_path, quick=True)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
     hardware = measured.hardware
     assert len(hardware.gpu) == torch.cuda.device_count()
-    assert hardware.host.read_rate > 1e9
     for gpu in range(len(hardware.gpu)):
-        free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
-        assert 0 < hardware.gpu[gpu].memory_bytes <= total_bytes
+        free_bytes, _ = torch.cuda.mem_get_info(gpu)
+        assert 0 < hardware.gpu[gpu].memory_bytes <= free_bytes + 2**30
         assert hardware.link_of_rank(gpu).read_rate > 1e9
-        assert free_bytes > 0
     host_paths = [path for path in measured.paths if path.device == "host"]
-    assert all(abs(path.worst_misfit) < 0.5 for path in host_paths)
-    # Time to issue is no part of it: 1 MiB takes less than the 60 us of a thread that waits.
-    (small,) = [x for x in host_paths[0].timings if (x.kind, x.nbytes) == ("read", MIB)]
-    assert small.rate > 17e9 or hardware.host.read_rate < 30e9
+    assert all(abs(path.worst_misfit) < 0.6 for path in host_paths)
+    assert 0 < hardware.host.latency_seconds < 100e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpu_does_not_count_the_time_to_issue() -> None:
+    """Transfers of 256 KiB take less time than a thread needs to issue one."""
+    effort = replace(FULL, sizes=(2**18, 64 * MIB), rounds=3)
+    path = measure_host(GpuPlace(0, "cuda:0"), effort)
+    small, large = (
+        next(x for x in path.timings if (x.kind, x.nbytes) == ("read", size))
+        for size in effort.sizes
+    )
+    assert small.seconds - small.nbytes / large.rate < 30e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpu_disk_is_measured_through_both_backends(tmp_path: Path) -> None:
+    """Or it is said why kvikio does not work here."""
+    measured = measure_machine(device="cuda:0", directory=tmp_path, quick=True, sustained=1.0)
+    backends = {path.backend for path in measured.paths if path.device == "ssd0"}
+    assert backends & {"file", "file buffered"}
+    refused = any("without GPUDirect Storage" in note for note in measured.notes)
+    assert bool(backends & {"gds", "gds-compat"}) is not refused
+    assert measured.sustained[0].rate > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpu_slowdowns_are_by_kind() -> None:
+    """All four kinds; copies cost kernels little on a GPU that has engines for them."""
+    effort = replace(FULL, sizes=(64 * MIB,), rounds=3)
+    place = GpuPlace(0, "cuda:0")
+    slowdowns = measure_kernels(place, measure_host(place, effort), effort)
+    assert list(slowdowns) == list(FULL.kernels)
+    assert all(slowdown.both < 1.5 for slowdown in slowdowns.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_gpus_at_once(tmp_path: Path) -> None:
+    """Every GPU has a link, and all at once none is faster than alone."""
+    measured = measure_machine(device="cuda", directory=tmp_path, quick=True)
+    assert measured.together is not None
+    members = [gpu for link in measured.together.links for gpu in link.gpus]
+    assert sorted(members) == list(range(torch.cuda.device_count()))
+    for gpu, rates in enumerate(measured.together.rates):
+        assert 1e9 < rates["read"] < 1.2 * measured.hardware.host.read_rate
+        assert measured.hardware.gpu[gpu].link in {link.name for link in measured.hardware.link}

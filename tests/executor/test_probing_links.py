@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from teraio.executor.probing import hosts
 from teraio.executor.probing.fitting import KINDS
 from teraio.executor.probing.hosts import host_bench
 from teraio.executor.probing.links import Rates, find_links, rates_at_once
@@ -72,6 +73,17 @@ def test_host_memory_binds() -> None:
     assert together.links[3].rates["read"] == 50e9
     # Both directions of all four, each at 30 GB/s.
     assert together.memory_rate == pytest.approx(240e9)
+
+
+def test_places_are_measured_alone_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPUs in the place of GPUs: real transfers, and each has one link."""
+    monkeypatch.setattr(hosts, "_TOGETHER_BYTES", MIB)
+    monkeypatch.setattr(hosts, "_TOGETHER_HALF_BYTES", 8 * MIB)
+    together = hosts.measure_together([GpuPlace(0, "cpu"), GpuPlace(1, "cpu")])
+    assert together is not None
+    assert sorted(gpu for link in together.links for gpu in link.gpus) == [0, 1]
+    assert all(rate > 0 for rates in together.rates for rate in rates.values())
+    assert hosts.measure_together([GpuPlace(0, "cpu")]) is None
 
 
 @pytest.fixture
