@@ -93,11 +93,8 @@ class DeviceKernels:
         return measured / wanted - 1 if wanted > 0 else 0.0
 
     def recalibrate(self) -> None:
-        """Go by the clock at which the newest iteration ran. Not with memory traffic, whose time
-        is not the clock's.
-        """
-        if self._traffic is None:
-            self._cycles_per_second /= 1 + self.error()
+        """Go by the clock at which the newest iteration ran, if its kernels did nothing but spin."""
+        self._cycles_per_second /= 1 + self.error()
 
     def _spin(self, seconds: float) -> None:
         self._owed_seconds += seconds

@@ -86,7 +86,7 @@ class Session:
                 player.play_iteration(is_warm_up=number < num_warm_up)
                 if on_device is not None:
                     player.log.last.memory_bytes = player.memory_bytes
-                    if number == 0:
+                    if number == 0 and traffic is None and not self._patterns.is_on:
                         on_device.recalibrate()
                 if progress is not None:
                     progress(number)
