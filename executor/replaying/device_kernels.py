@@ -93,7 +93,7 @@ class DeviceKernels:
         return measured / wanted - 1 if wanted > 0 else 0.0
 
     def recalibrate(self) -> None:
-        """Go by the clock at which the newest iteration ran, if its kernels did nothing but spin."""
+        """Go by the clock of the newest iteration; its kernels must have done nothing but spin."""
         self._cycles_per_second /= 1 + self.error()
 
     def _spin(self, seconds: float) -> None:
