@@ -108,17 +108,25 @@ def state_bytes(traced: Trace) -> int:
     return 4 * int(traced.storages.nbytes[is_parameter].sum())
 
 
+def with_small_buffers(machine: Hardware, state_bytes: int) -> Hardware:
+    """The machine with bounce buffers that suit the model, not a real one's."""
+    bounce_bytes = min(64 * 2**20, max(256 * 1024, state_bytes // 64 // 4096 * 4096))
+    ssds = tuple(
+        dataclasses.replace(ssd, bounce_bytes=bounce_bytes, preferred_io_bytes=bounce_bytes // 4)
+        for ssd in machine.ssd
+    )
+    return dataclasses.replace(machine, ssd=ssds)
+
+
 @cache
 def plan(implementation: str = "fused", tied: bool = False) -> Plan:
     """For a third of the state on the GPU, and the rest in host memory and on a disk."""
     traced = trace(implementation, tied)
     total = state_bytes(traced)
-    machine = Hardware.preset("cpu").with_budgets(gpu_memory=total // 3, host_memory=total * 2 // 5)
-    ssds = tuple(
-        dataclasses.replace(ssd, bounce_bytes=256 * 1024, preferred_io_bytes=64 * 1024)
-        for ssd in machine.ssd
+    machine = with_small_buffers(Hardware.preset("cpu"), total)
+    made = teraio.plan(
+        traced, machine, planner="greedy", gpu_memory=total // 3, host_memory=total * 2 // 5
     )
-    made = teraio.plan(traced, dataclasses.replace(machine, ssd=ssds), planner="greedy")
     assert set(made.moves.device) == {"host", "disk"}
     return made
 

@@ -1,0 +1,301 @@
+"""Train a model whose state fits in no GPU memory that it is given, from its first weight on.
+
+    python benchmarks/never_fits.py --ssd-path /mnt/nvme
+    python benchmarks/never_fits.py --model bench-3.4b --gpu-memory 18GB --host-memory 30GB \
+        --ssd-path /mnt/nvme --reference
+
+The model is traced without a GPU, planned for the machine at hand, built inside the run, every
+parameter in its tier, and trained; with --reference also without any offloading, and the losses are
+compared bit for bit. Prints one JSON object at the end. --plan keeps a plan, or uses one that was
+kept, so that planning and running can be done apart; --smoke is a run of seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.h200_rows import Setting, say
+    from benchmarks.h200_training import (
+        HostMemory,
+        Trainee,
+        forget_memory,
+        made_on,
+        peaks,
+        prepare_process,
+        setup_of,
+        synchronize,
+    )
+else:  # A script's own folder is on its path, the repository's root is not.
+    from h200_rows import Setting, say
+    from h200_training import (
+        HostMemory,
+        Trainee,
+        forget_memory,
+        made_on,
+        peaks,
+        prepare_process,
+        setup_of,
+        synchronize,
+    )
+
+import torch
+from torch import nn
+
+import teraio
+from teraio.contracts.hardware import Hardware
+from teraio.contracts.plan import Plan
+from teraio.traces.trace import Trace
+from teraio.units import format_bytes, format_seconds, parse_bytes
+
+SMOKE_MODEL = "tiny-llama"
+SMOKE_BOUNCE_BYTES = 2**18
+
+_SPARE_HELP = (
+    "planned for so much less: what kernels use inside themselves, no trace without a GPU tells"
+)
+
+REPORTED = (
+    "moves_planned",
+    "moves_found",
+    "substituted_kernels",
+    "first_substituted",
+    "drift",
+    "first_drift",
+    "demand_fetches",
+    "evictions",
+    "dropped_prefetches",
+    "peak_bytes",
+    "cold_start_seconds",
+)
+
+
+def main() -> None:
+    """Plan or take a plan, train under it, compare, print."""
+    options = _arguments()
+    setting = _setting(options)
+    prepare_process(setting)
+    trace = _trace(options, setting)
+    plan = _plan(options, trace)
+    figures = _figures(options, trace, plan)
+    if options.until == "run":
+        figures["run"] = _train(options, setting, plan)
+        if options.reference:
+            figures["reference"] = _train_plainly(options, setting)
+            figures["same_losses"] = figures["reference"]["losses"] == figures["run"]["losses"]
+    print(json.dumps(figures, indent=1, default=str))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--checkpoint", default="non-reentrant", help="none: keep activations")
+    parser.add_argument("--optimizer", default="fused", help="fused, foreach or for-loop")
+    parser.add_argument("--transform", help="e.g. optimizer-in-backward")
+    parser.add_argument("--gpu-memory", default="40GB")
+    parser.add_argument("--spare-gpu", default="500MB", help=_SPARE_HELP)
+    parser.add_argument("--host-memory", default="85GB")
+    parser.add_argument("--ssd-path", type=Path, help="folder on the disk [a temporary one]")
+    parser.add_argument("--hardware", default="probe", help="file or preset; probe: measure it")
+    parser.add_argument("--planner", default="optimal")
+    parser.add_argument("--time-limit", type=float, default=120, help="of the planner, seconds")
+    parser.add_argument("--plan", type=Path, help="use this plan; made and kept if it is not there")
+    parser.add_argument("--until", choices=("plan", "run"), default="run")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--save", type=Path, help="save the state there at the end, and time it")
+    parser.add_argument("--reference", action="store_true", help="train without offloading too")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    options = parser.parse_args()
+    options.ssd_path = options.ssd_path or Path(tempfile.gettempdir())
+    if options.smoke:
+        options.model, options.device, options.sequence = SMOKE_MODEL, "cpu", 32
+        options.planner, options.hardware, options.reference = "greedy", "cpu", True
+    return options
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    return Setting(
+        model=options.model,
+        micro_batch_size=options.micro_batch_size,
+        sequence=options.sequence,
+        optimizer=options.optimizer,
+        exact=True,
+        device=options.device,
+    )
+
+
+def _trace(options: argparse.Namespace, setting: Setting) -> Trace:
+    setup = setup_of(setting, checkpoint=options.checkpoint)
+    began = time.perf_counter()
+    trace = teraio.trace(
+        setup.model,
+        sequence=setup.sequence,
+        micro_batch_size=setup.micro_batch_size,
+        dtype=setup.dtype,
+        optimizer_implementation=setup.optimizer_implementation,
+        checkpoint=setup.checkpoint,
+        gpu="h200",
+    )
+    say(
+        f"traced without a GPU in {time.perf_counter() - began:.0f} s: "
+        f"{trace.num_kernels} kernels, ideal {format_seconds(trace.ideal_seconds)}, peak "
+        f"{format_bytes(trace.peak_allocated_bytes)}, state {format_bytes(_state_bytes(trace))}"
+    )
+    return trace
+
+
+def _state_bytes(trace: Trace) -> int:
+    """Parameters, as many gradients, and the two moments of AdamW."""
+    return 4 * int(trace.storages.nbytes[trace.storages.kind == "parameter"].sum())
+
+
+def _plan(options: argparse.Namespace, trace: Trace) -> Plan:
+    if options.smoke:
+        state_bytes = _state_bytes(trace)
+        options.gpu_memory = trace.peak_allocated_bytes - state_bytes * 2 // 3
+        options.host_memory = state_bytes * 2 // 5
+    if options.plan is not None and options.plan.exists():
+        plan = Plan.load(options.plan)
+        if plan.metadata.trace_hash != trace.hash:
+            raise SystemExit(f"{options.plan}: is of another training; remove it or name another")
+        return plan
+    began = time.perf_counter()
+    plan = teraio.plan(
+        trace,
+        _machine(options),
+        planner=options.planner,
+        gpu_memory=_budget_bytes(options),
+        host_memory=options.host_memory,
+        transform=options.transform,
+        time_limit=options.time_limit,
+        bound=options.planner == "optimal",
+    )
+    say(f"planned in {time.perf_counter() - began:.0f} s: {plan}")
+    if options.plan is not None:
+        plan.save(options.plan)
+    return plan
+
+
+def _budget_bytes(options: argparse.Namespace) -> int:
+    """What the plan may use of the GPU."""
+    spare_bytes = 0 if options.smoke else parse_bytes(options.spare_gpu, "spare_gpu")
+    return parse_bytes(options.gpu_memory, "gpu_memory") - spare_bytes
+
+
+def _machine(options: argparse.Namespace) -> Hardware:
+    if options.hardware == "probe":
+        machine = teraio.probe(
+            device=options.device, directory=options.ssd_path, quick=True, progress=say
+        )
+    else:
+        machine = Hardware.load(options.hardware)
+    # A file system that is filled to the last block is slow, and others may need some of it.
+    room_bytes = shutil.disk_usage(options.ssd_path).free * 9 // 10
+    ssds = [replace(ssd, capacity_bytes=min(ssd.capacity_bytes, room_bytes)) for ssd in machine.ssd]
+    if options.smoke:
+        small = {"bounce_bytes": SMOKE_BOUNCE_BYTES, "preferred_io_bytes": SMOKE_BOUNCE_BYTES // 4}
+        ssds = [replace(ssd, **small) for ssd in ssds]
+    return replace(machine, ssd=tuple(ssds))
+
+
+def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str, Any]:
+    metadata = plan.metadata
+    return {
+        "model": options.model,
+        "tokens": [options.micro_batch_size, options.sequence],
+        "checkpoint": options.checkpoint,
+        "optimizer": options.optimizer,
+        "transform": metadata.transform,
+        "made_on": made_on(options.device),
+        "state_bytes": _state_bytes(trace),
+        "trace_peak_allocated_bytes": trace.peak_allocated_bytes,
+        "gpu_memory": options.gpu_memory,
+        "gpu_memory_bytes": metadata.gpu_memory_bytes,
+        "host_memory_bytes": metadata.host_memory_bytes,
+        "arena_bytes": metadata.arena_bytes,
+        "ssd_bytes_written": metadata.ssd_bytes_written,
+        "planner": metadata.planner,
+        "predicted_seconds": plan.predicted_seconds,
+        "ideal_seconds": plan.ideal_seconds,
+        "lower_bound_seconds": metadata.lower_bound_seconds,
+    }
+
+
+def _train(options: argparse.Namespace, setting: Setting, plan: Plan) -> dict[str, Any]:
+    """Build the model within the budget and train it: seconds of each step, the first one cold."""
+    forget_memory(options.device)
+    host = HostMemory()
+    marks = [time.perf_counter()]
+    execution = teraio.execute(
+        plan,
+        ssd_path=options.ssd_path,
+        host_memory=None if options.smoke else parse_bytes(options.host_memory, "host_memory"),
+        device=options.device,
+        on_exit="discard",
+    )
+    made: list[Trainee] = []
+
+    def make() -> nn.Module:
+        made.append(Trainee(setting, checkpoint=options.checkpoint))
+        return made[0].model
+
+    figures: dict[str, Any] = {}
+    with execution as run:
+        marks.append(time.perf_counter())
+        run.build(make)
+        synchronize(options.device)
+        marks.append(time.perf_counter())
+        figures |= _steps(options, made[0])
+        figures |= peaks(options.device) | host.as_row()
+        if options.save is not None:
+            began = time.perf_counter()
+            run.save(options.save)
+            figures["saving_seconds"] = time.perf_counter() - began
+    figures["losses"] = [float(loss) for loss in figures["losses"]]
+    figures["opening_seconds"], figures["building_seconds"] = (
+        marks[1] - marks[0],
+        marks[2] - marks[1],
+    )
+    figures["measured_seconds"] = run.report.measured_seconds
+    return figures | {name: getattr(run.report, name) for name in REPORTED}
+
+
+def _train_plainly(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    forget_memory(options.device)
+    figures = _steps(options, Trainee(setting, checkpoint=options.checkpoint))
+    figures["losses"] = [float(loss) for loss in figures["losses"]]
+    return figures | peaks(options.device)
+
+
+def _steps(options: argparse.Namespace, trainee: Trainee) -> dict[str, Any]:
+    """Losses stay tensors: what reads them inside a run would be one more kernel."""
+    losses: list[torch.Tensor] = []
+    seconds = []
+    for number in range(options.steps):
+        began = time.perf_counter()
+        losses.append(trainee.step(number))
+        synchronize(options.device)
+        seconds.append(time.perf_counter() - began)
+        say(f"step {number}: {format_seconds(seconds[-1])}")
+    return {
+        "losses": losses,
+        "all_step_seconds": seconds,
+        "step_seconds": statistics.median(seconds[2:] or seconds),
+    }
+
+
+if __name__ == "__main__":
+    main()
