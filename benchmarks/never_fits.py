@@ -206,8 +206,8 @@ def _machine(options: argparse.Namespace) -> Hardware:
     room_bytes = shutil.disk_usage(options.ssd_path).free * 9 // 10
     ssds = [replace(ssd, capacity_bytes=min(ssd.capacity_bytes, room_bytes)) for ssd in machine.ssd]
     if options.smoke:
-        small = {"bounce_bytes": SMOKE_BOUNCE_BYTES, "preferred_io_bytes": SMOKE_BOUNCE_BYTES // 4}
-        ssds = [replace(ssd, **small) for ssd in ssds]
+        bounce, io = SMOKE_BOUNCE_BYTES, SMOKE_BOUNCE_BYTES // 4
+        ssds = [replace(ssd, bounce_bytes=bounce, preferred_io_bytes=io) for ssd in ssds]
     return replace(machine, ssd=tuple(ssds))
 
 
