@@ -168,5 +168,5 @@ def check_directory(folder: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise InputError(
             f"directory: {folder}: measuring needs {format_bytes(needed_bytes)}, the disk has "
-            f"{format_bytes(free_bytes)} free; free some, or use --quick"
+            f"{format_bytes(free_bytes)} free; free some, or give another directory"
         )

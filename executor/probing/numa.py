@@ -53,8 +53,11 @@ def near_node(node: int | None, system: Path = _SYSTEM) -> Iterator[None]:
     there. Without effect for None and where none of the node's processors may be used.
     """
     before = os.sched_getaffinity(0)
-    cpus = before if node is None else before & set(_cpus_of_node(node, system))
-    os.sched_setaffinity(0, cpus or before)
+    cpus = set() if node is None else before & set(_cpus_of_node(node, system))
+    if not cpus:
+        yield
+        return
+    os.sched_setaffinity(0, cpus)
     try:
         yield
     finally:

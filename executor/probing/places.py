@@ -28,7 +28,7 @@ class GpuPlace:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make it PyTorch's current device."""
-        if not self.is_cuda:
+        if self.device == "cpu":
             yield
             return
         with torch.cuda.device(self.index):
