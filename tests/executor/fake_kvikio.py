@@ -72,7 +72,7 @@ class FakeCuFile:
 
 
 class FakeDefaults:
-    """Settings that are kept and have no effect."""
+    """Settings that are kept, of which only the mode has an effect, on files with GPUDirect."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {"num_threads": 1, "compat_mode": "AUTO"}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,6 +264,51 @@ def test_a_kvikio_that_gives_back_other_bytes(tmp_path: Path, use_kvikio: UseKvi
     use_kvikio(_read=read)
     with pytest.raises(StoreError, match=r"other bytes than it was given.*--ssd-backend file"):
         open_ssd(device_of([tmp_path]), tmp_path, MIB, backend="gds")
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_driver_that_can_may_not_for_every_file(serves: bool, tmp_path: Path) -> None:
+    """Some file systems are refused: such a file says that it is bounced."""
+    library = fake_library()
+    opened: list[str] = []
+
+    class File(library.module.CuFile):  # type: ignore[misc, name-defined]
+        def __init__(self, path: str, flags: str) -> None:
+            mode = library.module.defaults.get("compat_mode")
+            if mode == "OFF" and not serves:
+                raise RuntimeError("cuFile error: not a supported file system")
+            opened.append(mode)
+            super().__init__(path, flags)
+
+    library.module.CuFile = File
+    file = gds.GdsFile(
+        "ssd0", tmp_path, KvikioLibrary(library.module, is_gds=True), alignment_bytes=4096
+    )
+    assert file.is_gds == serves
+    assert opened == (["OFF", "AUTO"] if serves else ["ON"])
+    file.close()
+
+
+def test_requests_with_a_stream_of_their_own(tmp_path: Path) -> None:
+    """GPUDirect requests go through cuFile's streams: the default stream is not waited for."""
+    calls: list[tuple[object, ...]] = []
+
+    def submit(self: object, *arguments: object) -> SimpleNamespace:
+        calls.append(arguments)
+        return SimpleNamespace(check_bytes_done=lambda: 4096 if len(calls) < 3 else 4095)
+
+    library = fake_library(raw_read_async=submit, raw_write_async=submit)
+    file = gds.GdsFile("ssd0", tmp_path, library, alignment_bytes=4096)
+    file.reserve(MIB)
+    memory, stream = object(), SimpleNamespace(cuda_stream=77)
+    for is_write in (True, False):
+        file.start(memory, 4096, 8192, is_write=is_write, stream=stream).wait()  # type: ignore[arg-type]
+    assert calls == [(memory, 77, 4096, 8192, 0)] * 2
+    with pytest.raises(StoreError, match="read at offset 0 wanted 4096 bytes, got 4095"):
+        file.start(memory, 4096, 0, is_write=False, stream=stream).wait()  # type: ignore[arg-type]
+    use = file.meter.use("ssd0", str(tmp_path), "gds")
+    assert (use.write_bytes, use.read_bytes) == (4096, 4096 + 4095)
+    file.close()
 
 
 def test_kvikio_is_asked_for_and_missing(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_memory_of_expandable_segments(open_store: Open) -> None:
             store.write(storage, offset, nbytes).wait()
             storage.resize_(0)
             storage.resize_(nbytes)
-            storage.fill_(0)
+            tensor.zero_()
             store.read(storage, offset, nbytes).make_stream_wait()
             offset += (nbytes + 4095) // 4096 * 4096
         for tensor, wanted in zip(tensors, expected, strict=True):

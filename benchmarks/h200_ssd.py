@@ -1,0 +1,233 @@
+"""One GPU, the SSD tier alone: are stalls as predicted, is every byte right, is memory flat?
+
+Training is timed plain, traced, and planned for a budget a little below its peak with no host tier,
+so that a disk of some 2 GB/s can carry what must move. The plan runs twice: unchecked, for its time
+beside the prediction, and with every transfer's checksum compared, for many steps, whose losses are
+compared bit by bit. Prints lines for people and one JSON object.
+
+    python benchmarks/h200_ssd.py --directory /mnt/nvme --share 0.95 --checked-steps 100
+    python benchmarks/h200_ssd.py --smoke
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.h200_rows import Setting
+    from benchmarks.h200_training import (
+        Trainee,
+        forget_memory,
+        made_on,
+        peaks,
+        prepare_process,
+        run_window,
+    )
+else:  # A script's own folder is on its path, the repository's root is not.
+    from h200_rows import Setting
+    from h200_training import (
+        Trainee,
+        forget_memory,
+        made_on,
+        peaks,
+        prepare_process,
+        run_window,
+    )
+
+import teraio
+from teraio.contracts.hardware import Hardware
+from teraio.contracts.plan import Plan
+from teraio.executor.report import RunReport
+from teraio.traces.trace import Trace
+from teraio.units import format_bytes, format_rate, format_seconds
+
+WARM_UP = 4
+SETTLED = 0.3
+"""Share of the checked steps after which memory must no longer grow."""
+
+GPU = Setting(model="bench-0.7b", micro_batch_size=4, exact=True)
+TOY = Setting(model="tiny-llama", micro_batch_size=2, sequence=16, exact=True, device="cpu")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A run whose transfers were compared."""
+
+    report: RunReport
+    losses: list[float]
+    grown_bytes: int
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def traced(setting: Setting) -> Trace:
+    """One steady iteration."""
+    forget_memory(setting.device)
+    trainee = Trainee(setting)
+    with teraio.profile(trainee.model, trainee.optimizer) as profile:
+        number = 0
+        while not profile.done:
+            trainee.step(number)
+            profile.step()
+            number += 1
+    return profile.trace
+
+
+def planned(trace: Trace, hardware: Hardware, options: argparse.Namespace) -> Plan:
+    """All that must move goes to disk: host memory is for bounce buffers only."""
+    bounce_bytes = sum(ssd.bounce_bytes for ssd in hardware.ssd)
+    limited = hardware.with_budgets(
+        gpu_memory=int(options.share * trace.peak_allocated_bytes), host_memory=bounce_bytes
+    )
+    return teraio.plan(
+        trace,
+        limited,
+        planner=options.planner,
+        bandwidth_share=options.bandwidth_share,
+        time_limit=options.time_limit,
+    )
+
+
+def execute(
+    plan: Plan,
+    setting: Setting,
+    options: argparse.Namespace,
+    use: Callable[[Callable[[int], Any]], Any],
+    **more: Any,
+) -> tuple[RunReport, Any]:
+    """Run ``use`` with the step of a training under the plan."""
+    forget_memory(setting.device)
+    trainee = Trainee(setting)
+    with teraio.execute(
+        plan,
+        trainee.model,
+        trainee.optimizer,
+        ssd_path=options.directory,
+        ssd_backend=options.ssd_backend,
+        **more,
+    ) as run:
+        used = use(trainee.step)
+    return run.report, used
+
+
+def checked(plan: Plan, setting: Setting, options: argparse.Namespace) -> Checked:
+    """Many steps with every transfer compared; memory is looked at along the way."""
+    settled = round(SETTLED * options.checked_steps)
+    resident: list[int] = []
+
+    def train(step: Callable[[int], Any]) -> list[float]:
+        losses = []
+        for number in range(options.checked_steps):
+            losses.append(step(number))
+            if number >= settled:
+                resident.append(resident_bytes())
+        return [float(loss) for loss in losses]
+
+    report, losses = execute(plan, setting, options, train, verify_transfers=True)
+    return Checked(report, losses, resident[-1] - resident[0])
+
+
+def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    prepare_process(setting)
+    trainee = Trainee(setting)
+    plain = run_window(trainee.step, 0, options.checked_steps, setting.device)
+    plain_losses = [float(loss) for loss in plain.losses]
+    del trainee
+    say(f"plain {format_seconds(plain.step_seconds)}")
+    trace = traced(setting)
+    forget_memory(setting.device)
+    hardware = teraio.probe(
+        device=setting.device, directory=options.directory, quick=options.quick, progress=say
+    )
+    plan = planned(trace, hardware, options)
+    predicted = teraio.simulate(trace, plan, plan.hardware)
+    moved = predicted.metadata.channel_bytes
+    say(f"{plan}; moves {moved}")
+    report, window = execute(
+        plan,
+        setting,
+        options,
+        lambda step: run_window(step, WARM_UP, options.timed_steps, setting.device),
+    )
+    memory = peaks(setting.device)
+    measured, simulated = window.step_seconds, predicted.iteration_seconds
+    for use in report.ssd_files:
+        rates = [format_rate(rate) for rate in (use.read_rate, use.write_rate) if rate]
+        say(f"{use.path}: {use.backend}, read and write {rates}")
+    say(f"measured {format_seconds(measured)}, simulated {format_seconds(simulated)}")
+    proof = checked(plan, setting, options)
+    account, expected = report.timeline.metadata, predicted.metadata
+    return {
+        "made_on": made_on(setting.device),
+        "setting": setting.title,
+        "plain_seconds": plain.step_seconds,
+        "peak_allocated_bytes": trace.peak_allocated_bytes,
+        "budget_bytes": report.budget_bytes,
+        "bytes_per_step": moved,
+        "simulated_seconds": simulated,
+        "measured_seconds": measured,
+        "error": measured / simulated - 1,
+        "stall_seconds": {
+            "read": [account.stall_read_seconds, expected.stall_read_seconds],
+            "memory": [account.stall_memory_seconds, expected.stall_memory_seconds],
+        },
+        "demand_fetches": report.demand_fetches,
+        "evictions": report.evictions,
+        "ssd_files": [vars(use) for use in report.ssd_files],
+        "checked_steps": options.checked_steps,
+        "verified_reads": proof.report.verified_reads,
+        "losses_identical": proof.losses == plain_losses,
+        "resident_grown_bytes": proof.grown_bytes,
+        **memory,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the files lie")
+    parser.add_argument("--share", type=float, default=0.95, help="budget, of the plain peak")
+    parser.add_argument("--planner", default="optimal")
+    parser.add_argument("--bandwidth-share", type=float, default=0.9)
+    parser.add_argument("--time-limit", type=float, default=60.0)
+    parser.add_argument("--ssd-backend", default="auto", choices=["auto", "gds", "file"])
+    parser.add_argument("--timed-steps", type=int, default=10)
+    parser.add_argument("--checked-steps", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="probe in seconds, roughly")
+    parser.add_argument("--smoke", action="store_true", help="toy size on a CPU")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.smoke:
+        options.quick, options.checked_steps, options.timed_steps = True, 20, 5
+    found = measure(TOY if options.smoke else GPU, options)
+    print(json.dumps(found))
+    say(
+        f"error {found['error']:+.1%}, {found['verified_reads']} reads verified, losses identical: "
+        f"{found['losses_identical']}, grown by {format_bytes(found['resident_grown_bytes'])}"
+    )
+    if not found["losses_identical"] or not found["verified_reads"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
