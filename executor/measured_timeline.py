@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from teraio.contracts.timeline import Events, Timeline, TimelineMetadata, channel_name
-from teraio.executor.holding import TransferRecord, Wait
+from teraio.executor.device_stalls import stalls_between
+from teraio.executor.holding import TransferRecord
 from teraio.executor.iteration_log import IterationLog, IterationRecord
-from teraio.executor.replaying.device_times import stalls_between
 
 Spans = list[tuple[float, float]]
 """Intervals [start, end) in seconds."""
@@ -41,7 +41,8 @@ def build_timeline(
     record = log.resolved(log.watched or chosen)
     if record.kernel_events:
         # What was recorded stays as it is: another timeline may be made of it.
-        record = replace(record, traffic=replace(record.traffic, waits=_device_waits(record)))
+        waits = stalls_between(record.start_seconds, record.kernels, record.traffic.waits)
+        record = replace(record, traffic=replace(record.traffic, waits=waits))
     metadata = TimelineMetadata(
         source="measured",
         iteration_seconds=record.seconds,
@@ -81,16 +82,6 @@ def _rows(record: IterationRecord, rank: int, num_storages: int) -> Iterable[tup
         row = w.row if 0 <= w.row < num_storages else None
         start, end = w.start_seconds - origin, w.end_seconds - origin
         yield 0, rank, "stall", w.kernel, row, None, start, end, 0, w.cause
-
-
-def _device_waits(record: IterationRecord) -> list[Wait]:
-    """Stalls of a GPU's stream: pauses between kernels, as far as transfers explain them."""
-    ends: dict[int, list[tuple[Wait, float]]] = {}
-    for wait in record.traffic.waits:
-        if wait.transfer is not None:
-            ends.setdefault(wait.kernel, []).append((wait, wait.transfer.end_seconds))
-    no_gaps = [0.0] * (1 + max((kernel for kernel, _, _ in record.kernels), default=0))
-    return stalls_between(record.start_seconds, record.kernels, no_gaps, ends)
 
 
 def _inside(record: IterationRecord) -> Iterator[tuple[TransferRecord, float, float]]:

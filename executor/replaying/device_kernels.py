@@ -14,7 +14,6 @@ import torch
 
 from teraio.executor.holding import Wait
 from teraio.executor.replaying.memory_traffic import MemoryTraffic
-from teraio.executor.stores.streams import CudaClock
 
 _NOT_YET = float("nan"), float("nan")
 _CALIBRATION_CYCLES = (20_000, 200_000)
@@ -50,7 +49,6 @@ class DeviceKernels:
         self._traffic = traffic
         self._owed_seconds = 0.0
         self._newest: deque[torch.cuda.Event] = deque(maxlen=_MOST_AHEAD)
-        self.clock = CudaClock()
         self.iterations: deque[list[PlayedKernel]] = deque(maxlen=_KEPT_ITERATIONS)
         self._launch_seconds, self._cycles_per_second = _calibrate()
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 from teraio.contracts.plan import Plan
 from teraio.contracts.timeline import Timeline
-from teraio.executor.iteration_log import IterationRecord
 from teraio.executor.measured_timeline import build_timeline
 from teraio.executor.replaying.device_kernels import DeviceKernels
 from teraio.executor.replaying.device_times import settle_device_times
@@ -116,10 +115,9 @@ class Session:
 
 def _settle(player: Player, kernels: DeviceKernels) -> None:
     """Give the newest iterations their times on the GPU."""
-    records = list(player.log.recent)
-    played = list(kernels.iterations)[-len(records) :]
-    previous: IterationRecord | None = None
-    for record, of_record in zip(records, played, strict=True):
-        earlier = [] if previous is None else previous.traffic.transfers
-        settle_device_times(record, earlier, of_record, player.gap_seconds, kernels.clock)
-        previous = record
+    log = player.log
+    played = list(kernels.iterations)[-len(log.recent) :]
+    for record, of_record in zip(log.recent, played, strict=True):
+        settle_device_times(log, record, of_record, player.gap_seconds)
+    # All were watched here, so that the median one may stand for them.
+    log.watched = None

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from teraio.executor.holding import TransferRecord, Wait
-from teraio.executor.iteration_log import IterationRecord
+from teraio.executor import iteration_log
+from teraio.executor.holding import Wait
+from teraio.executor.iteration_log import IterationLog, IterationRecord
 from teraio.executor.replaying import device_kernels
 from teraio.executor.replaying.device_kernels import DeviceKernels
 from teraio.executor.replaying.device_times import settle_device_times
@@ -58,7 +59,7 @@ class FakeEvent:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """One at 1.5 GHz."""
     fake = FakeGpu(1.5e9)
-    for module in (device_kernels, streams):
+    for module in (device_kernels, streams, iteration_log):
         monkeypatch.setattr(module, "torch", types.SimpleNamespace(cuda=fake))
     return fake
 
@@ -125,7 +126,7 @@ def test_the_host_does_not_run_ahead_without_bound(gpu: FakeGpu) -> None:
 
 def test_an_iteration_is_placed_on_the_hosts_clock(gpu: FakeGpu) -> None:
     """Kernels follow each other from the iteration's start, and a late transfer is the stall."""
-    kernels = DeviceKernels(None)
+    log, kernels = IterationLog("cuda"), DeviceKernels(None)
     kernels.begin_iteration()
     record = IterationRecord(0, 0.0)
     start: Any = gpu.Event()
@@ -136,11 +137,10 @@ def test_an_iteration_is_placed_on_the_hosts_clock(gpu: FakeGpu) -> None:
     end: Any = gpu.Event()
     end.record()
     record.start_event, record.end_event = start, end
-    arrived = kernels.clock.seconds(start) + 4.5e-3
-    read: Any = types.SimpleNamespace(is_write=False, end_seconds=arrived)
-    record.traffic.transfers = [TransferRecord(read, "host", 1, 3, "prefetch")]
-    record.traffic.waits = [Wait(1, 3, "read", 0.0, 0.0)]
-    settle_device_times(record, [], kernels.iterations[-1], [0.0, 0.0], kernels.clock)
+    arrived = log.resolved(record).start_seconds + 4.5e-3
+    read: Any = types.SimpleNamespace(end_seconds=arrived)
+    record.traffic.waits = [Wait(1, 3, "read", 0.0, 0.0, read)]
+    settle_device_times(log, record, kernels.iterations[-1], [0.0, 0.0])
     assert record.end_seconds - record.start_seconds == pytest.approx(6e-3, rel=1e-3)
     assert [kernel for kernel, _, _ in record.kernels] == [0, 1]
     (stall,) = record.traffic.waits

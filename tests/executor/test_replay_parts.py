@@ -1,9 +1,6 @@
-"""The parts of a replay by themselves: stand-in kernels, scaled plans, patterns, a GPU's stalls."""
+"""The parts of a replay by themselves: stand-in kernels, scaled plans, patterns."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +12,8 @@ from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.contracts.plan_checks import find_violations
 from teraio.errors import StoreError
-from teraio.executor.holding import TransferRecord, Wait
+from teraio.executor.holding import Wait
 from teraio.executor.replaying import stand_ins
-from teraio.executor.replaying.device_times import awaited, stalls_between
 from teraio.executor.replaying.memory_traffic import MemoryTraffic
 from teraio.executor.replaying.patterns import Patterns
 from teraio.executor.replaying.scaling import scaled_plan, scaled_trace
@@ -205,50 +201,3 @@ def test_what_was_never_written_has_no_content() -> None:
         patterns.write(row)
         patterns.check(row, 0)
     assert patterns.num_checked == 0
-
-
-# A GPU's stalls
-
-
-@dataclass
-class Ended:
-    """A transfer of which only its direction and end are asked."""
-
-    is_write: bool
-    end_seconds: float
-
-
-def record(row: int, kernel: int, end: float, *, is_write: bool) -> TransferRecord:
-    transfer: Any = Ended(is_write, end)
-    return TransferRecord(transfer, "host", kernel, row, "offload" if is_write else "prefetch")
-
-
-def test_a_pause_is_for_memory_first_then_for_reads() -> None:
-    """The kernel waits 10 s: until 4 for memory, until 7 for a read, the rest for the host."""
-    transfers = [record(1, 0, 4.0, is_write=True), record(2, 1, 7.0, is_write=False)]
-    waits = [Wait(1, 1, "memory", 0, 0), Wait(1, 2, "read", 0, 0)]
-    kernels = [(0, 0.0, 1.0), (1, 11.0, 12.0)]
-    stalls = stalls_between(0.0, kernels, [0.0, 0.5], awaited(waits, transfers, 0))
-    assert stalls == [Wait(1, 1, "memory", 1.5, 4.0), Wait(1, 2, "read", 4.0, 7.0)]
-
-
-def test_transfers_that_end_before_a_kernel_could_begin_stall_nothing() -> None:
-    transfers = [record(1, 0, 1.2, is_write=True), record(2, 1, 1.4, is_write=False)]
-    waits = [Wait(1, 1, "memory", 0, 0), Wait(1, 2, "read", 0, 0)]
-    kernels = [(0, 0.0, 1.0), (1, 1.5, 2.0)]
-    assert stalls_between(0.0, kernels, [0.0, 0.5], awaited(waits, transfers, 0)) == []
-
-
-def test_a_wait_is_for_the_newest_transfer_issued_before_it() -> None:
-    """Of the iteration before, if this one has issued none yet; later ones do not count."""
-    transfers = [
-        record(1, 5, 1.0, is_write=True),
-        record(1, 2, 2.0, is_write=True),
-        record(1, 4, 3.0, is_write=True),
-    ]
-    waits = [Wait(0, 1, "memory", 0, 0), Wait(3, 1, "memory", 0, 0), Wait(3, 9, "read", 0, 0)]
-    found = awaited(waits, transfers, 1)
-    assert {kernel: [end for _, end in ends] for kernel, ends in found.items()} == {
-        0: [1.0],
-        3: [2.0],
-    }
