@@ -187,7 +187,7 @@ def test_a_transfer_behind_kernels_does_not_stall(slow_host: Callable[[float], N
     at_once = moves.take(np.flatnonzero(moves.storage == 1))
     behind = replace(at_once, free_by=np.array([4]), prefetch_start=np.array([5]))
     plans = [build_plan(trace, m, machine(rate), planner="test") for m in (at_once, behind)]
-    stalled, hidden = (play(trace, plan) for plan in plans)
+    stalled, hidden = (play(trace, plan, iterations=3) for plan in plans)
     assert stalled.predicted.stall_seconds["memory"] > 0.04
     assert hidden.predicted.stall_seconds["memory"] < 0.01
     memory = [replay.timeline.stall_seconds["memory"] for replay in (stalled, hidden)]
