@@ -22,12 +22,14 @@ from teraio.executor.leaving import ON_EXIT
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
 from teraio.executor.optimizer_in_backward import OptimizerInBackward
+from teraio.executor.parallel_mode import ParallelMode
 from teraio.executor.planned_places import verifying
 from teraio.executor.ranks import (
     PlanChoice,
     check_device,
     check_rank,
     current_rank,
+    is_parallel,
     name_rank,
     plan_of_this_rank,
     use_device_of_rank,
@@ -213,7 +215,7 @@ class Execution(RunContents):
         )
 
     def _make_mode(self, residency: Residency) -> ExecutorMode:
-        mode = ExecutorMode(
+        mode = (ParallelMode if is_parallel() else ExecutorMode)(
             self.plan,
             residency,
             device_type=self._device_type,

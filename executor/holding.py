@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from teraio.executor.stores import Transfer
 from teraio.executor.tiers import Slot
-from teraio.profiler.storages import StorageState
+from teraio.profiler.storages import StorageState, original_resize
 
 
 class Holding:
@@ -16,12 +18,17 @@ class Holding:
     ``arriving`` and ``leaving`` are transfers of its present content; ``superseded`` are writes of
     older content that may still read its memory. ``is_dead``: it was freed, or resized by the user,
     which makes it another. ``is_fixed``: it can never leave. ``is_held``: it must not leave now.
+    ``in_flight``: uses under way beside the compute stream (:mod:`uses_in_flight`); ``arrived`` is
+    the last transfer that brought it; ``shared_with``: the stream whose work must end before its
+    memory serves another, where that is not the one that it was allocated on.
     ``stamp`` numbers its places in the eviction order; the newest counts.
     """
 
     __slots__ = (
         "allocated_bytes",
+        "arrived",
         "arriving",
+        "in_flight",
         "is_dead",
         "is_fixed",
         "is_held",
@@ -29,6 +36,7 @@ class Holding:
         "last_use",
         "leaving",
         "row",
+        "shared_with",
         "slot",
         "stamp",
         "state",
@@ -45,10 +53,27 @@ class Holding:
         self.is_resident = True
         self.slot: Slot | None = None
         self.arriving: Transfer | None = None
+        self.arrived: Transfer | None = None
+        self.in_flight = 0
+        self.shared_with: torch.cuda.Stream | None = None
         self.leaving: Transfer | None = None
         self.superseded: list[Transfer] | None = None
         self.last_use = 0
         self.stamp = 0
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether it may not even be copied now, or there is nothing to copy."""
+        return self.is_fixed or self.is_dead or self.in_flight > 0
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Give the memory of the storage back to the allocator."""
+        if self.shared_with is not None:
+            with torch._C._DisableTorchDispatch():
+                whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                whole.record_stream(self.shared_with)
+            self.shared_with = None
+        original_resize(storage, 0)
 
     @property
     def can_leave(self) -> bool:
@@ -58,6 +83,7 @@ class Holding:
             and not self.is_dead
             and not self.is_fixed
             and not self.is_held
+            and not self.in_flight
             and self.allocated_bytes > 0
             and self.state.reference() is not None
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -130,12 +130,15 @@ class ExecutorMode(KernelMode):
             for holding in holdings:
                 residency.settle(holding)
         if operator.is_collective:
-            for holding in holdings:
-                # Asynchronous communication may use it after the call has returned.
-                holding.is_fixed = True
+            self.on_collective(holdings)
         if residency.order.is_kept:
             for holding in holdings:
                 residency.order.note_use(holding)
+
+    def on_collective(self, holdings: list[Holding]) -> None:
+        """Asynchronous communication may use them after the call has returned."""
+        for holding in holdings:
+            holding.is_fixed = True
 
     def run_kernel(self, call: KernelCall) -> Any:
         began = self.log.begin_kernel()
@@ -242,6 +245,10 @@ class ExecutorMode(KernelMode):
             interrupt()
 
     # Others beside the training thread's operators
+
+    def compute_stream(self) -> AbstractContextManager[Any]:
+        """Inside, memory moves in the order of the run's stream."""
+        return nullcontext()
 
     def visit(self, touched: Iterable[tuple[torch.Tensor, bool]]) -> list[Holding]:
         """Make known storages resident for work that is no kernel of this run: (tensor, whether it

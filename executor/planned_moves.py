@@ -81,6 +81,8 @@ class PlannedMoves:
         """Start a planned write; False if another storage's only copy lies in its place."""
         if not holding.is_resident:
             return True
+        if holding.in_flight:
+            return False
         slot = holding.slot
         lies_there = (
             slot is not None

@@ -32,6 +32,13 @@ def current_rank() -> tuple[int, int]:
     return _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
 
 
+def is_parallel() -> bool:
+    """Whether this process is, or by its launcher is about to be, in a process group."""
+    distributed = torch.distributed
+    is_in_group = distributed.is_available() and distributed.is_initialized()
+    return is_in_group or current_rank()[1] > 1
+
+
 def plan_of_this_rank(choice: PlanChoice) -> Plan:
     """Load, of what the user gave, the plan of this rank.
 

@@ -92,7 +92,7 @@ class Residency:
     def offload(self, holding: Holding, slot: Slot, cause: str = "offload") -> None:
         """Start to write a resident storage into a slot; its memory stays until ``release``."""
         storage = holding.state.reference()
-        if storage is None or not holding.is_resident or holding.is_fixed or holding.is_dead:
+        if storage is None or not holding.is_resident or holding.must_stay:
             return
         self._settle_arrival(holding)
         self._vacate(slot, holding)
@@ -145,7 +145,7 @@ class Residency:
         assert slot is not None, "a storage that is away has a slot"
         original_resize(storage, holding.state.nbytes)
         try:
-            holding.arriving = slot.store.read(
+            holding.arriving = holding.arrived = slot.store.read(
                 storage, slot.offset_bytes, holding.state.nbytes, urgent=cause != "prefetch"
             )
         except BaseException:
@@ -365,7 +365,7 @@ class Residency:
         self.used_bytes -= holding.allocated_bytes
         storage = holding.state.reference()
         if storage is not None:
-            original_resize(storage, 0)
+            holding.give_back(storage)
 
     def _settle_departure(self, holding: Holding) -> None:
         if holding.leaving is None:

@@ -22,6 +22,8 @@ from teraio.planner.plan_building import build_plan
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 WORKER = Path(__file__).with_name("rank_training.py")
 KINDS = ("ddp", "ddp views", "fsdp2", "gpipe", "1f1b")
+MAX_FETCHES = 120
+"""Under the stress policy: an iteration that differs (DDP's second) fetches what it needs."""
 
 distributed = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="needs torch.distributed"
@@ -112,9 +114,10 @@ def check_findings(rank: int, findings: dict[str, Any]) -> None:
     for name, found in findings.items():
         assert found["differences"] == [], name
         assert found["peak_bytes"] <= found["budget_bytes"], name
-    stressed = findings["evict to host"]
-    assert stressed["moves_planned"] > 100
-    assert stressed["moves_found"] > 0.8 * stressed["moves_planned"]
+    for name in ("evict to host", "evict to ssd"):
+        stressed = findings[name]
+        assert stressed["moves_found"] == stressed["moves_planned"] > 100, name
+        assert stressed["demand_fetches"] <= MAX_FETCHES, name
 
 
 @distributed
