@@ -139,10 +139,8 @@ def open_tiers(
     """
     check_backend(ssd_backend)
     stores: dict[str, Store] = {}
+    unplanned_bytes = 0
     with ExitStack() as undo:
-        if host_memory_bytes > 0:
-            stores[HOST] = HostStore(host_memory_bytes, device=device_type)
-            undo.callback(stores[HOST].close)
         for ssd in hardware.ssds_of_rank(rank):
             planned_bytes = arena_bytes.get(ssd.name, 0)
             is_measured = ssd_backend != "auto" or planned_bytes > 0
@@ -154,6 +152,13 @@ def open_tiers(
                 backend=ssd_backend if is_measured else "file",
             )
             undo.callback(stores[ssd.name].close)
+            if ssd.gds and planned_bytes > 0:
+                # It was to need no bounce buffers.
+                unplanned_bytes += stores[ssd.name].pinned_bytes
+        host_bytes = max(host_memory_bytes - unplanned_bytes, arena_bytes.get(HOST, 0))
+        if host_bytes > 0:
+            # First: it is asked first for room.
+            stores = {HOST: HostStore(host_bytes, device=device_type), **stores}
         undo.pop_all()
     if verify is not None:
         stores = {name: verify(store) for name, store in stores.items()}

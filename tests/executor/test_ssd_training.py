@@ -18,6 +18,7 @@ from teraio.contracts.plan import Plan
 from teraio.errors import CapacityError, StoreError
 from teraio.executor.stores import gds
 from teraio.executor.stores.block_file import BlockFile
+from teraio.executor.tiers import open_tiers
 from teraio.planner.policies.evict_everything import evict_everything
 
 STEPS = 5
@@ -186,6 +187,27 @@ def test_other_bytes_than_were_written(
     with pytest.raises(StoreError, match=message):
         run()
     assert seen == losses[:3]
+
+
+def test_bounce_buffers_that_were_not_planned(machine: Any, tmp_path: Path) -> None:
+    """A plan for GPUDirect run without it: they come out of what it leaves of the host budget."""
+    hardware = machine()
+    disk = replace(hardware.ssd[0], gds=True)
+    hardware = replace(hardware, ssd=(disk,))
+    for planned_bytes, expected in [(0, 10**8 - disk.bounce_bytes), (9 * 10**7, 9 * 10**7)]:
+        tiers = open_tiers(
+            hardware,
+            0,
+            {"disk": 4096, "host": planned_bytes},
+            host_memory_bytes=10**8,
+            ssd_path=tmp_path,
+            device_type="cpu",
+            ssd_backend="file",
+        )
+        assert list(tiers.stores) == ["host", "disk"]
+        assert tiers.stores["disk"].pinned_bytes == disk.bounce_bytes
+        assert tiers.stores["host"].capacity_bytes == expected
+        tiers.close()
 
 
 def resident_bytes() -> int:

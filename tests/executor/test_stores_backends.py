@@ -19,6 +19,7 @@ from teraio.errors import CapacityError, InputError, StoreError
 from teraio.executor.stores import FileStore, GdsStore, Store, gds, measure_backends, open_ssd, ssd
 from teraio.executor.stores.io_meter import IoMeter
 from teraio.executor.stores.kvikio_library import KvikioLibrary
+from teraio.executor.stores.ssd import BackendRates
 from teraio.executor.stores.striping import Stripes
 
 MIB = 2**20
@@ -377,6 +378,14 @@ def test_both_backends_are_measured_in_the_directory(tmp_path: Path, use_kvikio:
     assert rates.gds is None
     assert "wanted" in rates.gds_error
     assert rates.fastest == "file"
+
+
+def test_what_bounces_all_the_same_must_be_clearly_faster() -> None:
+    """kvikio's own bounce buffers cost kernels time; GPUDirect does not."""
+    assert BackendRates(1e9, 1.05e9).fastest == "file"
+    assert BackendRates(1e9, 1.2e9).fastest == "gds"
+    assert BackendRates(1e9, 1.05e9, is_direct=True).fastest == "gds"
+    assert BackendRates(1e9, None, "missing").fastest == "file"
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:
