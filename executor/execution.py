@@ -71,9 +71,10 @@ class Execution(RunContents):
     Limits. Memory that other threads' operators and compiled regions create is counted once the
     training thread has touched it; outputs whose size depends on data (``nonzero``) and scratch of
     operators that are not in the plan may exceed the budget until the next kernel. A storage whose
-    pointer was taken (``numpy``, ``data_ptr``, DLPack, shared memory, communication) stays on the
-    GPU for good. Threads that ran before the block was entered are not seen: they must not touch
-    tensors of the training. Saves and forks bring everything back while they last.
+    pointer was taken (``numpy``, ``data_ptr``, DLPack, shared memory) stays on the GPU for good
+    (else: :func:`teraio.executor.guard`). Threads that ran before the block was entered are not
+    seen: they must not touch tensors of the training. Saves and forks bring everything back while
+    they last.
     """
 
     def __init__(
