@@ -41,6 +41,7 @@ import argparse
 import itertools
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.h200_rows import (
+        SWAP_FOLDER,
         Contender,
         Row,
         Setting,
@@ -62,7 +64,17 @@ if TYPE_CHECKING:
     from benchmarks.h200_tables import TITLES, page
     from benchmarks.paper_document import ROOT
 else:  # A script's own folder is on its path, the repository's root is not.
-    from h200_rows import Contender, Row, Setting, add_row, is_of, load_rows, run_apart, save_rows
+    from h200_rows import (
+        SWAP_FOLDER,
+        Contender,
+        Row,
+        Setting,
+        add_row,
+        is_of,
+        load_rows,
+        run_apart,
+        save_rows,
+    )
     from h200_tables import TITLES, page
     from paper_document import ROOT
 
@@ -199,6 +211,7 @@ def measure_baseline(
     }
     script = HERE / "h200_baselines.py"
     reason = run_apart(script, order, timeout_seconds=options.timeout, on_row=add)
+    shutil.rmtree(options.output_folder / SWAP_FOLDER, ignore_errors=True)
     if reason is not None:
         print(f"{contender.label}: FAILED, {reason}", flush=True)
         if not results and adds:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.h200_rows import Setting, say
+    from benchmarks.h200_rows import SWAP_FOLDER, Setting, say
     from benchmarks.h200_training import LEARNING_RATE, Step, Trainee
 else:  # A script's own folder is on its path, the repository's root is not.
-    from h200_rows import Setting, say
+    from h200_rows import SWAP_FOLDER, Setting, say
     from h200_training import LEARNING_RATE, Step, Trainee
 
 from torch import Tensor
@@ -63,7 +63,7 @@ def configuration(setting: Setting, nvme_folder: Path | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     optimizer = dict(parameters)
     if nvme_folder is not None:
-        path = nvme_folder / "nvme"
+        path = nvme_folder / SWAP_FOLDER
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFER_COUNT}

@@ -24,6 +24,9 @@ Row = dict[str, Any]
 KEY = ("setting", "contender", "budget_share", "transform")
 """The fields that identify a row; measuring one again replaces it."""
 
+SWAP_FOLDER = "swap"
+"""In the output folder: what contenders keep on the disk while they train, removed afterwards."""
+
 _MARK = "ROW "
 
 
