@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,8 +18,12 @@ from teraio.cli.options import (
     trace_argument,
 )
 from teraio.cli.result import Result
+from teraio.cli.tables import facts, percent, size
 from teraio.cli.timelines import show_timeline, write_timeline
 from teraio.cli.trace_names import kernel_names, storage_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @command(
@@ -32,6 +37,9 @@ from teraio.cli.trace_names import kernel_names, storage_names
 @host_memory_option
 @timeline_option
 @plot_option
+@click.option(
+    "--reserved", is_flag=True, help="Also what PyTorch's allocator will reserve, with PLAN."
+)
 def simulate(
     reporter: Reporter,
     trace: Path,
@@ -41,6 +49,7 @@ def simulate(
     host_memory: int | None,
     timeline: Path | None,
     plot: Path | None,
+    reserved: bool,
 ) -> Result:
     """Play a plan through the simulator and account for every second of the iteration.
 
@@ -55,6 +64,8 @@ def simulate(
 
     if plan is None and hardware is None:
         raise click.UsageError("without PLAN, --hardware is needed")
+    if plan is None and reserved:
+        raise click.UsageError("--reserved: needs a PLAN")
     loaded = Trace.load(trace)
     chosen = None if plan is None else Plan.load(plan)
     with reporter.progress("Simulating") as report:
@@ -69,5 +80,19 @@ def simulate(
         )
     named = loaded if chosen is None else trace_of_plan(loaded, chosen)
     write_timeline(played, timeline, plot, kernel_names(named), storage_names(named))
-    data = {**summary(played), "timeline": timeline, "plot": plot}
-    return Result(data, lambda console: show_timeline(console, str(plan or trace), played))
+    data: dict[str, Any] = {**summary(played), "timeline": timeline, "plot": plot}
+    memory = None
+    if chosen is not None and reserved:
+        from teraio.simulator.reserved_memory import predict_reserved_memory
+
+        memory = predict_reserved_memory(chosen)
+        data["reserved_gpu_bytes"] = memory.reserved_bytes
+
+    def show(console: Console) -> None:
+        show_timeline(console, str(plan or trace), played)
+        if memory is not None:
+            share = percent(memory.fragmentation)
+            reserved_text = f"{size(memory.reserved_bytes)}, {share} more than is allocated"
+            console.print(facts("Memory", [("PyTorch will reserve", reserved_text)]))
+
+    return Result(data, show)

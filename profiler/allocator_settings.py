@@ -23,7 +23,7 @@ def exact_blocks(device_type: str) -> Iterator[None]:
         yield
         return
     given = next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
-    if "expandable_segments" in given:
+    if "expandable_segments" in given or "cudaMallocAsync" in given:
         yield
         return
     prefix = f"{given}," if given else ""
