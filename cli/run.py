@@ -100,6 +100,7 @@ def run(
         "measured_seconds": report.measured_seconds if report.steps else None,
         "predicted_seconds": loaded.predicted_seconds,
         "peak_bytes": report.peak_bytes,
+        "reserved_bytes": report.reserved_bytes or None,
         "moves_planned": report.moves_planned,
         "moves_found": report.moves_found,
         "substituted_kernels": report.substituted_kernels,
@@ -127,6 +128,8 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
         ("demand fetches", f"{report.demand_fetches:,} ({size(report.demand_fetch_bytes)})"),
         ("evictions", f"{report.evictions:,} ({size(report.eviction_bytes)})"),
     ]
+    if report.reserved_bytes:
+        rows.append(("reserved by PyTorch's allocator", size(report.reserved_bytes)))
     rows += [(f"{use.device} in {use.path}", file_line(use)) for use in report.ssd_files]
     if report.verified_reads:
         rows.append(("reads whose checksum agreed", f"{report.verified_reads:,}"))

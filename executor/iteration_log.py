@@ -101,6 +101,7 @@ class IterationLog:
         self.num_iterations = 0
         self.num_warm_up = 0
         self.peak_bytes = 0
+        self.reserved_bytes = 0
         self.cold_start_seconds = 0.0
         self.recent: deque[IterationRecord] = deque()
         self._older_seconds: list[float] = []
@@ -180,6 +181,10 @@ class IterationLog:
             start_event=event,
             earlier_transfers=under_way,
         )
+
+    def note_reserved(self, reserved_bytes: int) -> None:
+        """What a GPU's allocator holds at a cut; it gives nothing back in between."""
+        self.reserved_bytes = max(self.reserved_bytes, reserved_bytes)
 
     def restart_clock(self, residency: Residency) -> None:
         """The current iteration begins now: what came before (a cold start) is not part of it."""

@@ -217,7 +217,9 @@ class ExecutorMode(KernelMode):
     def _settle_books(self) -> None:
         if self.registry.device_type == "cuda":
             self.residency.bury()
-            self.residency.settle_books(torch.cuda.memory_allocated())
+            books = torch.cuda.memory_stats()
+            self.residency.settle_books(books["allocated_bytes.all.current"])
+            self.log.note_reserved(books["reserved_bytes.all.current"])
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         # Optimizer hooks are the process's: a step in another thread ends no iteration of this run.

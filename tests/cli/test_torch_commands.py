@@ -38,6 +38,7 @@ def calls(
         measured_seconds=0.25,
         peak_bytes=10**9,
         budget_bytes=2 * 10**9,
+        reserved_bytes=0,
         warm_up_steps=1,
         drift=2,
         first_drift="kernel 4 is aten.relu, not aten.gelu",
@@ -49,6 +50,8 @@ def calls(
         demand_fetch_bytes=10**6,
         evictions=0,
         eviction_bytes=0,
+        ssd_files=(),
+        verified_reads=0,
         timeline=None,
     )
     answers = {
@@ -128,7 +131,9 @@ def test_run_passes_budgets_script_and_arguments_on(
     assert named == {
         "gpu_memory": 8 * 10**9,
         "host_memory": None,
-        "ssd_path": Path("/mnt"),
+        "ssd_path": (Path("/mnt"),),
+        "ssd_backend": "auto",
+        "verify_transfers": False,
         "on_drift": "stop",
         "device": None,
     }
