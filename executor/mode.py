@@ -158,6 +158,7 @@ class ExecutorMode(KernelMode):
             holding.last_use = self._clock
             if is_planned:
                 self._binding.bind_birth(kernel, state, holding)
+                residency.order.note_use(holding)  # Its next use is known now.
         residency.note_peak(self.placement.workspace_bytes[kernel] if is_planned else 0)
         self.log.memory(residency.used_bytes)
         if is_planned:

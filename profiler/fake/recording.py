@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
+
 from teraio.profiler.fake.fake_mode import KNOWN_DIFFERENCES, fake_tensors
 from teraio.profiler.fake.fake_recorder import FakeRecorder
 from teraio.profiler.fake.gpu_operators import gpu_operators
@@ -38,6 +40,9 @@ def record(
     that asks for the value of a tensor is told 1, and the trace says where. Raises InputError,
     which names operator and module, for what fake tensors cannot do.
     """
+    if torch.cuda.is_available():
+        # Fake tensors do so at first use, which checkpointing refuses inside a forward pass.
+        torch.cuda.init()
     # One's own function is imported here: what a module makes on import must be real.
     source = resolve_model(setup.model)
     label, (source, differences) = model_label(source), _without_routing(source)
