@@ -131,6 +131,11 @@ def state_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
                     f"state of the model: {name} is a {type(tensor).__name__}, no tensor; keep it "
                     "yourself (torch.save)"
                 )
+            if hasattr(tensor, "__tensor_flatten__"):
+                raise InputError(
+                    f"state of the model: {name} is sharded over ranks or wraps other tensors; "
+                    "torch.distributed.checkpoint saves and loads such models"
+                )
             state[prefix + name] = tensor
     return state
 

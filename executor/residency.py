@@ -291,6 +291,7 @@ class Residency:
                     original_resize(storage, holding.state.nbytes)
                     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                     whole.fill_(0xFF)
+            raise
 
     def settle_books(self, allocated_bytes: int) -> None:
         """Correct the account by the allocator's own: libraries hold memory that no mode sees."""
