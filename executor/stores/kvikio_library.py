@@ -10,6 +10,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +23,10 @@ _THREADS = 32
 """At least so many: each store keeps only a few requests under way, and none shall wait for a
 thread. They sleep otherwise."""
 
-_TRIAL = """
+_ANSWER = "teraio: "
+"""Begins the line that counts: libraries may say something too."""
+
+_TRIAL = f"""
 import json, kvikio, kvikio.cufile_driver, kvikio.defaults
 gds = False
 if not kvikio.defaults.is_compat_mode_preferred():
@@ -30,7 +34,7 @@ if not kvikio.defaults.is_compat_mode_preferred():
         gds = bool(kvikio.cufile_driver.get("is_gds_available"))
     except Exception:
         gds = False
-print(json.dumps({"gds": gds}))
+print({_ANSWER!r} + json.dumps(dict(gds=gds)))
 """
 
 
@@ -84,20 +88,25 @@ def _try_elsewhere() -> dict[str, Any] | str:
     if importlib.util.find_spec("kvikio") is None:
         return f"ssd_backend: kvikio is not installed; pip install 'teraio[gds-cu13]', {_REMEDY}"
     try:
-        trial = subprocess.run(
-            [sys.executable, "-c", _TRIAL], capture_output=True, text=True, timeout=_TRIAL_SECONDS
-        )
+        # cuFile writes its log where it is started.
+        with tempfile.TemporaryDirectory(prefix="teraio-kvikio-") as folder:
+            trial = subprocess.run(
+                [sys.executable, "-c", _TRIAL],
+                capture_output=True,
+                text=True,
+                timeout=_TRIAL_SECONDS,
+                cwd=folder,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"ssd_backend: kvikio could not be tried: {error}; {_REMEDY}"
-    lines = trial.stdout.strip().splitlines()
-    if trial.returncode != 0 or not lines:
-        said = (trial.stderr.strip().splitlines() or ["no message"])[-1]
-        return (
-            f"ssd_backend: a process that loads kvikio ends with {trial.returncode}: {said}; "
-            f"{_REMEDY}"
-        )
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    for line in reversed(trial.stdout.splitlines()):
+        if trial.returncode == 0 and line.startswith(_ANSWER):
+            found: dict[str, Any] = json.loads(line.removeprefix(_ANSWER))
+            return found
+    said = (trial.stderr.strip().splitlines() or ["no message"])[-1]
+    return (
+        f"ssd_backend: a process that loads kvikio ends with {trial.returncode}: {said}; {_REMEDY}"
+    )
 
 
 def _configure(library: KvikioLibrary, bounce_buffer_bytes: int) -> None:

@@ -114,7 +114,7 @@ def measure_backends(ssd: Ssd, directories: Directories, *, device: str = "cuda"
 def _fastest(ssd: Ssd, directories: Directories, device: str) -> str:
     try:
         return measure_backends(ssd, directories, device=device).fastest
-    except StoreError:
+    except (StoreError, torch.OutOfMemoryError):
         return "file"  # Whatever is wrong, opening the store says it; or there is room for less.
 
 
