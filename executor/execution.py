@@ -32,7 +32,6 @@ from teraio.executor.ranks import (
     is_parallel,
     name_rank,
     plan_of_this_rank,
-    use_device_of_rank,
 )
 from teraio.executor.raw_pointers import RawPointerGuard
 from teraio.executor.read_guard import ReadGuard
@@ -48,6 +47,7 @@ from teraio.executor.thread_guard import ForkGuard, ThreadGuard
 from teraio.executor.tiers import Tiers, open_tiers
 from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.scripts import run_script as run_training_script
+from teraio.profiler.scripts import use_device_of_rank
 from teraio.units import parse_bytes
 
 ON_DRIFT = ("fetch", "stop")

@@ -67,15 +67,6 @@ def check_rank(plan: Plan, rank: int, world_size: int) -> None:
     )
 
 
-def use_device_of_rank() -> None:
-    """Make the GPU of this rank the current one, before anything is pinned or allocated for it.
-
-    The launcher's ``LOCAL_RANK`` says which; nothing without it, or where the process sees one GPU.
-    """
-    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(_from_environment("LOCAL_RANK", 0) % torch.cuda.device_count())
-
-
 def check_device(models: Iterable[torch.nn.Module]) -> None:
     """Raise InputError if the parameters lie on another GPU than the process's current one."""
     for model in models:

@@ -56,6 +56,7 @@ class UsesInFlight:
         self._lock = lock
         self._patches = Patches()
         self._uses: list[_Use] = []
+        self._next = 0
         self._compute = torch.cuda.current_stream() if device_type == "cuda" else None
 
     def start(self) -> None:
@@ -85,7 +86,10 @@ class UsesInFlight:
     def is_elsewhere(self) -> bool:
         """Whether kernels go to another stream than the compute stream now."""
         compute = self._compute
-        return compute is not None and torch.cuda.current_stream(compute.device) != compute
+        if compute is None:
+            return False
+        # The handle alone: this is asked several times for each kernel.
+        return bool(torch._C._cuda_getCurrentRawStream(compute.device_index) != compute.cuda_stream)
 
     def make_visible(self, holdings: Iterable[Holding]) -> None:
         """Let the current stream, if it is another, wait for what has been brought back."""
@@ -108,16 +112,24 @@ class UsesInFlight:
                 holding.shared_with = self._compute
 
     def poll(self) -> None:
-        """Let go of what has ended."""
-        if self._uses:
-            self._end([use for use in self._uses if use.is_done])
+        """Let go of what has ended, as far as a look at two of them tells.
+
+        Most end in the order in which they began; the other look goes round, because some never do.
+        """
+        while self._uses and self._uses[0].is_done:
+            self._end(self._uses[:1])
+        if len(self._uses) > 1:
+            self._next = self._next % (len(self._uses) - 1) + 1
+            use = self._uses[self._next]
+            if use.is_done:
+                self._end([use])
 
     def wait_for_one(self) -> bool:
         """Wait until at least one use has ended; False if none is under way, or none ends."""
         known = len(self._uses)
         end = time.monotonic() + PATIENCE_SECONDS
         while self._uses and time.monotonic() < end:
-            self.poll()
+            self._end([use for use in self._uses if use.is_done])
             if len(self._uses) < known:
                 return True
             time.sleep(_POLL_SECONDS)

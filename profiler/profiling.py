@@ -15,7 +15,7 @@ from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.raw_kernels import RawKernels
 from teraio.profiler.recorder import Recorder
-from teraio.profiler.scripts import run_script
+from teraio.profiler.scripts import run_script, use_device_of_rank
 from teraio.profiler.trace_building import build_trace
 from teraio.traces.trace import Trace
 
@@ -131,6 +131,7 @@ def profile_script(
     ``model`` labels the trace (default: the script's name). Raises InputError as
     :attr:`Profile.trace` does; what the script raises propagates.
     """
+    use_device_of_rank()
     end = AgreedEnd()
     recorder = Recorder(
         bucket_bytes=bucket_bytes,

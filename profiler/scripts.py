@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from teraio.errors import InputError
+
+
+def use_device_of_rank() -> None:
+    """Make the GPU of this rank the current one, before anything is allocated or timed there.
+
+    The launcher's ``LOCAL_RANK`` says which; nothing without it. Scripts do the same, but later.
+    """
+    rank = os.environ.get("LOCAL_RANK", "")
+    if rank.isdigit() and torch.cuda.is_available():
+        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
 
 
 def run_script(script: str | Path, arguments: Sequence[str] = ()) -> None:

@@ -23,7 +23,7 @@ from teraio.contracts.plan import Moves, Plan
 from teraio.errors import OffloadWarning
 from teraio.planner import evict_everything, plan_ranks, share_of_rank
 from teraio.planner.plan_building import build_plan
-from teraio.traces.trace import Trace
+from teraio.traces.trace import UNTRACKED, Trace
 
 WIDTH, BLOCKS, ROWS, MICRO_BATCHES = 64, 4, 16, 4
 STEPS, PROFILED_STEPS = 5, 9
@@ -143,7 +143,9 @@ def plans(trace: Trace, device: str) -> dict[str, Plan]:
     """Plans of this rank by name: the stress policy on each tier, greedy and on demand at 60 %."""
     node = machine(device)
     share = share_of_rank(node, trace.metadata.rank, trace.metadata.world_size)
-    budget_bytes = int(0.6 * trace.peak_allocated_bytes)
+    # What a GPU's libraries keep cannot leave, and is more than such a small model.
+    kept = int(trace.storages.allocated_bytes[trace.storages.name == UNTRACKED].sum())
+    budget_bytes = kept + int(0.6 * (trace.peak_allocated_bytes - kept))
     tight = replace(share, gpu=tuple(replace(g, memory_bytes=budget_bytes) for g in share.gpu))
     (greedy,) = plan_ranks([trace], node, planner="greedy", gpu_memory=budget_bytes)
     return {
