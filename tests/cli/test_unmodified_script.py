@@ -70,10 +70,18 @@ def test_profile_plan_run(zero_at: str, tmp_path: Path) -> None:
     budget_bytes = int(profiled["peak_live_bytes"] * 0.6)
     budgets = ("--gpu-memory", budget_bytes, "--host-memory", "80MB")
     teraio("plan", "--json", "t.trace", "--hardware", "cpu", *budgets, "-o", "t.plan", cwd=tmp_path)
+    disks = [tmp_path / "one", tmp_path / "two"]
+    for disk in disks:
+        disk.mkdir()
+    tiers = ("--ssd-path", disks[0], "--ssd-path", disks[1], "--ssd-backend", "file")
     report, printed = teraio(
-        "run", "--json", "--ssd-path", tmp_path, "t.plan", script, zero_at, 6, cwd=tmp_path
+        *("run", "--json", *tiers, "--verify-transfers", "t.plan", script, zero_at, 6),
+        cwd=tmp_path,
     )
     assert results(printed) == plain
     assert report["steps"] == 6
     assert report["drift"] == 0
     assert report["peak_bytes"] <= budget_bytes
+    assert report["verified_reads"] > 0
+    assert [file["path"] for file in report["ssd_files"]] == [str(disk) for disk in disks]
+    assert {file["backend"] for file in report["ssd_files"]} <= {"file", "file buffered"}
