@@ -11,19 +11,21 @@ from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.timing import Timed
 from teraio.simulator.engine_setup import engine_of_moves
 from teraio.simulator.plan_checks import PlannedMoves
-from teraio.simulator.state import Engine
+from teraio.simulator.state import KERNEL_EVENT, STALL_EVENT, Engine
 from teraio.simulator.steady_state import find_cycle
 from teraio.units import PICOSECONDS_PER_SECOND
 
 _MAX_ITERATIONS = 8
-_KERNEL = 0
 
 
 class Judged(NamedTuple):
-    """Mean seconds per iteration; ``starts``: simulated start of each kernel's gap, (K + 1,)."""
+    """Mean seconds per iteration; ``starts``: simulated start of each kernel's gap, (K + 1,);
+    ``waits`` float64 (storages,): seconds that kernels waited for each storage to move.
+    """
 
     seconds: float
     starts: FloatArray
+    waits: FloatArray
 
 
 def judge(problem: Problem, timed: Timed, device: IntArray) -> Judged:
@@ -34,10 +36,13 @@ def judge(problem: Problem, timed: Timed, device: IntArray) -> Judged:
     seconds = [int(turn.account["iteration"][0]) for turn in cycle.iterations]
     mean = float(np.mean(seconds)) / PICOSECONDS_PER_SECOND
     events = cycle.iterations[-1].events
-    ends = events["end"][events["what"] == _KERNEL]
+    ends = events["end"][events["what"] == KERNEL_EVENT]
     starts = np.zeros(problem.num_kernels + 1)
     starts[1:] = (ends - ends[-1] + seconds[-1]) / PICOSECONDS_PER_SECOND
-    return Judged(mean, starts)
+    stalls = events[(events["what"] == STALL_EVENT) & (events["storage"] != MISSING)]
+    waits = np.zeros(len(problem.trace.storages))
+    np.add.at(waits, stalls["storage"], (stalls["end"] - stalls["start"]) / PICOSECONDS_PER_SECOND)
+    return Judged(mean, starts, waits)
 
 
 def _planned_moves(problem: Problem, timed: Timed, device: IntArray) -> PlannedMoves:

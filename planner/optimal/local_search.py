@@ -1,12 +1,13 @@
 """Local search: small changes of a choice where the iteration waits, kept if it becomes faster.
 
 A change takes one period, in every turn in which it repeats, to another device, or lets it stay or
-leave. Periods are drawn among those that hold memory while a kernel waits, kernels in proportion to
-their waits; each change is repaired, timed and judged as a whole.
+leave. Periods are drawn among those that kernels wait for, and among those that hold memory while a
+kernel waits, in proportion to the waits; each change is repaired, timed and judged as a whole.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,7 +36,7 @@ def search_locally(search: Search, group: IntArray, max_changes: int | None) -> 
         changed = _change(search.problem, best, group, random)
         if changed is None:
             return
-        found = search.try_change(changed, best.starts, f"{begun}, local search")
+        found = search.try_change(changed, best.timeline, f"{begun}, local search")
         if found is not None and found.cost < best.cost:
             best = found
 
@@ -51,13 +52,24 @@ def _change(
     open_devices = [STAYS, *np.flatnonzero(problem.machine.capacity_bytes > 0).tolist()]
     if len(open_devices) == 1:
         return None
-    for row in _rows_in_the_way(problem, waits, random):
+    rows = _rows_in_the_way(problem, waits, random)
+    if random.integers(2):
+        rows = itertools.chain(_rows_waited_for(problem, best, random), rows)
+    for row in rows:
         others = [device for device in open_devices if device != best.device[row]]
         changed = best.device.copy()
-        rows = group == group[row] if group[row] >= 0 else row
-        changed[rows] = others[random.integers(len(others))]
+        members = group == group[row] if group[row] >= 0 else row
+        changed[members] = others[random.integers(len(others))]
         return changed
     return None
+
+
+def _rows_waited_for(problem: Problem, best: Found, random: np.random.Generator) -> Iterator[int]:
+    """A row that moves, of a storage for which kernels wait long, if there is one."""
+    rows = best.timed.rows
+    waits = best.waits[problem.storage[rows]]
+    if waits.sum() > 0:
+        yield int(random.choice(rows, p=waits / waits.sum()))
 
 
 def _rows_in_the_way(

@@ -33,7 +33,7 @@ from teraio.planner.greedy import plan_greedy
 from teraio.planner.optimal.guiding import Guiding
 from teraio.planner.optimal.local_search import search_locally
 from teraio.planner.optimal.periods import Problem
-from teraio.planner.optimal.search import Found, Search
+from teraio.planner.optimal.search import SECONDS_PER_MOVE, SMALL_KERNELS, Found, Search
 from teraio.planner.optimal.slower_rates import with_rates
 from teraio.planner.optimal.starting import choice_of_plan
 from teraio.planner.plan_building import build_plan
@@ -41,9 +41,6 @@ from teraio.simulator import simulate
 from teraio.simulator.engine_setup import check_feasible
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes
-
-GREEDY_KERNELS = 10_000
-"""Traces with at most this many kernels are planned by the greedy too."""
 
 _SETTINGS = 5
 _SETTINGS_OF_LARGE = 2
@@ -53,7 +50,7 @@ where it is not."""
 _SETTINGS_AT_IDEAL = 2
 """How many are tried on small traces although the iteration is ideal already."""
 
-_MAX_CHANGES = 100
+_MAX_CHANGES = 200
 """Of the local search without a time limit, on small traces."""
 
 _TINY_KERNELS = 400
@@ -68,9 +65,6 @@ _HOST_MARGINS = (1.0, 0.97, 0.92, 0.85, 0.7)
 _WORTH_PACKING = 1.005
 """A plan is good enough if it takes so many times what the fastest choice would, which the tiers
 had no room for."""
-
-_AS_FAST = 2e-4
-"""Of two plans that differ less, the greedy one is taken if it moves less."""
 
 _CLOSE_TO_IDEAL = 1 + 1e-6
 
@@ -139,9 +133,9 @@ def _search(
             break
         if best is not None and best.predicted_seconds <= _WORTH_PACKING * _seconds_of(search):
             break
-        if best is not None and trace.num_kernels > GREEDY_KERNELS:
+        if best is not None and trace.num_kernels > SMALL_KERNELS:
             break
-    if best is not None and (trace.num_kernels > GREEDY_KERNELS or search.is_over()):
+    if best is not None and (trace.num_kernels > SMALL_KERNELS or search.is_over()):
         return best
     return _with_greedy(trace, hardware, share, options, best, error)
 
@@ -166,7 +160,7 @@ def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     if start is not None:
         search.try_choice(*choice_of_plan(search.problem, start), "an earlier plan")
         search.try_without_needless()
-    is_small = search.problem.num_kernels <= GREEDY_KERNELS
+    is_small = search.problem.num_kernels <= SMALL_KERNELS
     is_done = _is_ideal(search) and not is_small
     if search.is_over() or is_done or (start is not None and search.deadline is None):
         return
@@ -218,7 +212,7 @@ def _follow_guides(scopes: list[_Scope]) -> _Scope:
 
 def _settings_at_ideal(search: Search) -> int:
     """Settings worth trying when the iteration is ideal already: their moves may be fewer."""
-    return _SETTINGS_AT_IDEAL if search.problem.num_kernels <= GREEDY_KERNELS else 0
+    return _SETTINGS_AT_IDEAL if search.problem.num_kernels <= SMALL_KERNELS else 0
 
 
 class _Setting(NamedTuple):
@@ -252,7 +246,7 @@ def _settings(scope: _Scope) -> list[_Setting]:
         return [
             setting._replace(by_size=by_size) for by_size in (True, False) for setting in settings
         ]
-    if guiding.problem.num_kernels <= GREEDY_KERNELS:
+    if guiding.problem.num_kernels <= SMALL_KERNELS:
         settings = _products((iteration / 100, iteration / 500), (True, False), (0, spare_bytes))
         large_first = [setting._replace(by_size=True) for setting in settings]
         return large_first + settings if is_limited else [*large_first[:_SETTINGS], settings[0]]
@@ -313,8 +307,8 @@ def _with_greedy(
     best: Plan | None,
     error: CapacityError | None,
 ) -> Plan:
-    """The best plan, or the greedy's if that is faster at the rates counted on or at all of them;
-    raises CapacityError if there is neither.
+    """The best plan, or the greedy's if that is faster at the rates counted on or at all of them,
+    what its moves cost included; raises CapacityError if there is neither.
     """
     best_seconds = np.inf if best is None else _seconds_at(trace, best, hardware, share)
     try:
@@ -327,9 +321,9 @@ def _with_greedy(
         raise (caught if has_write_budgets else error or caught) from None
     if best is None:
         return _named_optimal(greedy, options)
-    tolerance = 1 + (_AS_FAST if len(greedy.moves) < len(best.moves) else 0.0)
-    is_faster = greedy.predicted_seconds < best.predicted_seconds
-    is_better = _seconds_at(trace, greedy, hardware, share) < best_seconds * tolerance
+    handicap = SECONDS_PER_MOVE * (len(greedy.moves) - len(best.moves))
+    is_faster = greedy.predicted_seconds + handicap < best.predicted_seconds
+    is_better = _seconds_at(trace, greedy, hardware, share) + handicap < best_seconds
     return _named_optimal(greedy, options) if is_faster or is_better else best
 
 

@@ -21,11 +21,16 @@ from teraio.planner.optimal.timing import Pace, Timed, needed_moves, time_moves
 from teraio.planner.optimal.wear import keeps_to_budgets, repair_within_budgets
 from teraio.traces.lifetimes import kernel_starts_seconds
 
+SMALL_KERNELS = 10_000
+"""Traces with at most this many kernels take milliseconds to time and to judge."""
+
 _MAX_ROUNDS = 4
+_MAX_ROUNDS_OF_SMALL = 8
 _LEAST_GAIN = 1e-5
 
-_SECONDS_PER_MOVE = 2e-6
-"""What a move costs beside what is simulated: an executor has to issue it."""
+SECONDS_PER_MOVE = 1e-5
+"""What a move costs beside what is simulated: its executor needs ten times as long to issue it, and
+mostly while the GPU has enough to do."""
 
 _LEADS = (0.1, 0.03, 0.01, 0.003)
 """Of an iteration: by how much prefetches may come earlier than they have to."""
@@ -37,13 +42,14 @@ _SHORTER = 0.99
 class Found(NamedTuple):
     """A choice that fits: device per row, times, and the simulated seconds per iteration.
 
-    ``starts`` are the kernels' as simulated; the times were made for ``timeline`` and ``pace``.
+    ``starts`` and ``waits`` are as simulated; the times were made for ``timeline`` and ``pace``.
     """
 
     device: IntArray
     timed: Timed
     seconds: float
     starts: FloatArray
+    waits: FloatArray
     origin: str
     timeline: FloatArray
     pace: Pace
@@ -51,7 +57,7 @@ class Found(NamedTuple):
     @property
     def cost(self) -> float:
         """Seconds, and a little for each move."""
-        return self.seconds + _SECONDS_PER_MOVE * len(self.timed.rows)
+        return self.seconds + SECONDS_PER_MOVE * len(self.timed.rows)
 
 
 @dataclass
@@ -155,18 +161,22 @@ class Search:
                 return
 
     def _fastest(self, repaired: IntArray, starts: FloatArray, origin: str) -> Found | None:
-        """Time and judge, on the timeline and on those that come of it."""
-        best: Found | None = None
-        for _ in range(_MAX_ROUNDS):
+        """Time and judge, on the timeline and on those that come of it: while that helps, and on
+        small traces until it changes nothing, since a step back may lead to a larger one ahead.
+        """
+        is_small = self.problem.num_kernels <= SMALL_KERNELS
+        best, seconds = None, 0.0
+        for _ in range(_MAX_ROUNDS_OF_SMALL if is_small else _MAX_ROUNDS):
             found = self._judged(repaired, starts, origin)
             if found is None:
                 break
             is_better = best is None or found.seconds < best.seconds * (1 - _LEAST_GAIN)
+            is_settled = abs(found.seconds - seconds) <= _LEAST_GAIN * seconds
             if best is None or found.seconds < best.seconds:
                 best = found
-            if not is_better or self.is_over():
+            if self.is_over() or (is_settled if is_small else not is_better):
                 break
-            starts = found.starts
+            starts, seconds = found.starts, found.seconds
         return best
 
     def _judged(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
@@ -179,5 +189,5 @@ class Search:
                 return None
             judged = judge(self.problem, timed, device)
             if best is None or judged.seconds < best.seconds:
-                best = Found(device, timed, judged.seconds, judged.starts, origin, starts, pace)
+                best = Found(device, timed, *judged, origin, starts, pace)
         return best

@@ -156,7 +156,7 @@ def test_plans_of_repeating_iterations_keep_to_their_budget(
     share: float,
 ) -> None:
     """A share of what they would write; the guide is of a folded trace, and is what is used."""
-    monkeypatch.setattr(optimal_module, "GREEDY_KERNELS", 0)
+    monkeypatch.setattr(optimal_module, "SMALL_KERNELS", 0)
     trace = repeating_trace(seed, micro_batches=8)
     capacity = int(0.6 * trace.peak_allocated_bytes)
     hardware = make_hardware(capacity, ssd_rate=200.0, host_rate=100.0)

@@ -256,7 +256,7 @@ def test_folded_is_as_good_as_whole(
 
     Neither local search nor the greedy plan may help.
     """
-    monkeypatch.setattr(optimal_module, "GREEDY_KERNELS", 0)
+    monkeypatch.setattr(optimal_module, "SMALL_KERNELS", 0)
     monkeypatch.setattr(optimal_module, "search_locally", lambda *_: None)
     trace = folding_trace(stages_after)
     if is_jittered:
