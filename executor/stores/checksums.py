@@ -10,6 +10,9 @@ import torch
 _ROW_WORDS = 4096
 """Of 8 bytes each. A row is 32 KiB: anything large has many rows and many columns."""
 
+_PART_ROWS = 128
+"""4 MiB: what is summed at once."""
+
 _FACTORS = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F)
 
 
@@ -28,7 +31,7 @@ def place_sums(memory: torch.Tensor) -> torch.Tensor:
 
     Sums over the rows and over the columns of the bytes, seen as a table of 64-bit words, each sum
     weighted by its place: pages that changed places are noticed like bytes that changed. Reads the
-    memory twice; takes less than a megabyte beside it.
+    memory twice; takes a few megabytes beside it.
     """
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         if memory.storage_offset() % 8:
@@ -36,10 +39,16 @@ def place_sums(memory: torch.Tensor) -> torch.Tensor:
         table_bytes = memory.numel() - memory.numel() % (8 * _ROW_WORDS)
         table = memory[:table_bytes].view(torch.int64).view(-1, _ROW_WORDS)
         rest = memory[table_bytes:].to(torch.int64)
+        # A GPU's sum may take as much memory as it reads, so it reads a part at a time.
+        parts = table.split(_PART_ROWS)
+        row_sums = torch.cat([part.sum(1) for part in parts])
+        column_sums = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=memory.device)
+        for part in parts:
+            column_sums += part.sum(0)
         return torch.stack(
             [
-                _weighted(table.sum(1), _FACTORS[0]) + _weighted(rest, _FACTORS[1]),
-                _weighted(table.sum(0), _FACTORS[1]) + _weighted(rest, _FACTORS[0]),
+                _weighted(row_sums, _FACTORS[0]) + _weighted(rest, _FACTORS[1]),
+                _weighted(column_sums, _FACTORS[1]) + _weighted(rest, _FACTORS[0]),
             ]
         )
 

@@ -205,7 +205,7 @@ def test_sums_on_a_gpu_are_those_on_a_cpu() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     sums = place_sums(memory)
-    assert torch.cuda.max_memory_allocated() - before < 2 * MIB
+    assert torch.cuda.max_memory_allocated() - before < 16 * MIB
     assert torch.equal(sums.cpu(), on_cpu)
 
 
@@ -258,7 +258,7 @@ def train(model: Any, optimizer: Any, number: int) -> float:
     loss = model(batch).pow(2).mean()
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize("backend", ["file", "gds", "auto"])
