@@ -390,7 +390,7 @@ def test_cupy_kernels_on_a_gpu() -> None:
     )
 
     def scale(tensor: torch.Tensor, factor: float) -> None:
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream())
         with stream:
             values = cupy.asarray(tensor.detach())
             count = tensor.numel()
