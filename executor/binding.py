@@ -24,6 +24,11 @@ class Binding:
         self._holding_of_row: list[Holding | None] = [None] * self._num_planned
 
     @property
+    def placement(self) -> Placement:
+        """Where the rows are when kernel 0 begins."""
+        return self._placement
+
+    @property
     def holding_of_row(self) -> Sequence[Holding | None]:
         """By row; some may have died or play another row by now."""
         return self._holding_of_row

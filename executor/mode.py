@@ -296,8 +296,7 @@ class ExecutorMode(KernelMode):
             yield
         finally:
             self.kernel, self.position.state = kernel, state
-            self.adaptation.observation = observation
-            self._viewed, self._has_begun = {}, False
+            self.adaptation.observation, self._viewed, self._has_begun = observation, {}, False
 
     # Identity
 

@@ -15,13 +15,17 @@ NAMELESS_PREFIXES = ("unnamed:", "untouched:", "untracked")
 
 
 class Placement:
-    """The state of a plan at the cut: which storage is away and where, which copies exist."""
+    """The state of a plan at the cut: which storage is away and where, which copies exist.
+
+    ``is_unsettled``: what was to be moved there could not, because others lie in the way.
+    """
 
     def __init__(self, plan: Plan) -> None:
         storages, copies = plan.storages, plan.copies
         self.rounding_bytes = plan.metadata.allocator_rounding_bytes
         self.nbytes_of_row: list[int] = storages.nbytes.tolist()
         self.workspace_bytes: list[int] = plan.kernels.workspace_bytes.tolist()
+        self.is_unsettled = False
         self._away: dict[int, tuple[str, int]] = {}
         self._on_gpu: list[int] = []
         columns = (storages.placement, storages.device, storages.tier_offset_bytes)
@@ -67,13 +71,14 @@ class Placement:
         """Move what lies elsewhere, as far as memory allows; what is missing comes on demand."""
         # A place may be held by a storage that belongs on the GPU or in another place, and the
         # GPU's room by storages that belong away: rounds resolve both, until none changes anything.
-        num_left, insists = len(self._away) + len(self._on_gpu) + 1, False
-        while num_left:
-            num_misplaced = self._establish_once(residency, holding_of_row, insists=insists)
-            if num_misplaced >= num_left and insists:
-                break
-            insists = num_misplaced >= num_left
+        num_left, num_in_vain = len(self._away) + len(self._on_gpu) + 1, 0
+        while num_left and num_in_vain < 3:
+            num_misplaced = self._establish_once(
+                residency, holding_of_row, insists=num_in_vain == 1
+            )
+            num_in_vain = num_in_vain + 1 if num_misplaced >= num_left else 0
             num_left = min(num_misplaced, num_left)
+        self.is_unsettled = num_left > 0
         for row, device, offset_bytes in self._copies:
             holding = holding_of_row[row]
             if holding is not None and holding.is_resident:
@@ -89,13 +94,18 @@ class Placement:
         """Number of storages that are still elsewhere. ``insists``: one that lies in another's
         place comes to the GPU although others must leave for it.
         """
-        away = _alive(holding_of_row, self._away)
-        resting = _alive(holding_of_row, self._on_gpu)
+        away = _movable(holding_of_row, self._away)
+        resting = _movable(holding_of_row, self._on_gpu)
         for holding in away:
             place = self._away[holding.row]
-            if insists and not holding.is_resident and not _lies_at(holding, *place):
+            is_astray = insists and not holding.is_resident and not _lies_at(holding, *place)
+            if is_astray:
                 _make_room(residency, holding, (holding,))
             self._put_away(residency, holding, holding.row, *place)
+            if is_astray and holding.is_resident:
+                # Its place is taken. It gives up the one that it has, which may be another's.
+                residency.require((holding,))
+                residency.written(holding)
         for holding in resting:
             if insists and not holding.is_resident:
                 _make_room(residency, holding, {holding, *resting})
@@ -129,10 +139,14 @@ class Placement:
         return True
 
 
-def _alive(holding_of_row: Sequence[Holding | None], rows: Iterable[int]) -> list[Holding]:
-    """Of the storages that play these rows, those that live and still do."""
+def _movable(holding_of_row: Sequence[Holding | None], rows: Iterable[int]) -> list[Holding]:
+    """Of the storages that play these rows, those that live, still do, and can be moved."""
     holdings = ((row, holding_of_row[row]) for row in rows)
-    return [h for row, h in holdings if h is not None and h.row == row and not h.is_dead]
+    return [
+        h
+        for row, h in holdings
+        if h is not None and h.row == row and not h.is_dead and not h.is_fixed
+    ]
 
 
 def _make_room(residency: Residency, holding: Holding, protected: Collection[Holding]) -> None:

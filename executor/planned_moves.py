@@ -33,7 +33,11 @@ class PlannedMoves:
 
     def before_kernel(self, kernel: int) -> None:
         """Frees, then prefetches."""
-        schedule, residency = self.schedule, self._residency
+        schedule, residency, placement = self.schedule, self._residency, self._binding.placement
+        if kernel == 0 and placement.is_unsettled:
+            # Who held their places died after the iteration: gradients, in zero_grad.
+            placement.establish(residency, self._binding.holding_of_row)
+            placement.is_unsettled = False  # Once is enough; the rest comes on demand.
         for move in schedule.frees_before[kernel]:
             holding = self._binding.holding(move.storage)
             if holding is not None:

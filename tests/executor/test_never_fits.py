@@ -70,6 +70,8 @@ def test_tiers_that_hold_exactly_what_is_planned(implementation: str) -> None:
         assert [step(model, optimizer, number) for number in range(STEPS)] == losses
         assert max(peaks(run)) <= run.budget_bytes
     assert_same(tensors_of(model, optimizer), reference)
+    # Everything has found its place by the second step.
+    assert (run.report.first_drift, run.report.demand_fetches) == ("", 0)
 
 
 def initialised(tied: bool = False) -> nn.Module:
