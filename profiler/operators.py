@@ -72,6 +72,7 @@ _COLLECTIVE_WRITES = {
     "recv_any_source_": {"tensors"},
 }
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional"}
+_UNDECLARED_WRITES = {"fsdp::all_gather_copy_in": {"all_gather_output"}}
 _ANNOTATED_NAMESPACES = {"aten", "prims", "quantized", "inductor", "higher_order"}
 _IGNORED_NAMESPACES = {"prim", "prims_profiler", "profiler"}
 # Outputs share the input's storage although the schema does not say so.
@@ -106,7 +107,9 @@ def describe_operator(func: Any) -> Operator:
         writes = tuple(a.name in written_names for a in arguments)
     else:
         writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-        if namespace not in _ANNOTATED_NAMESPACES and _hides_writes(schema, writes):
+        if schema.name in _UNDECLARED_WRITES:
+            writes = tuple(a.name in _UNDECLARED_WRITES[schema.name] for a in arguments)
+        elif namespace not in _ANNOTATED_NAMESPACES and _hides_writes(schema, writes):
             writes = (True,) * len(arguments)
     overwrites = base in _OVERWRITING
     reads = tuple(

@@ -18,7 +18,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Self, TypeVar
 from unittest import mock
 
@@ -117,7 +117,6 @@ class RawKernels:
         from triton.compiler import CompiledKernel
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
-        from triton.tools.tensor_descriptor import TensorDescriptor
 
         for launcher in (JITFunction, InterpretedFunction):
             original = launcher.run
@@ -129,15 +128,19 @@ class RawKernels:
             return lambda *args, **kwargs: self.call(name, launch, args, kwargs)
 
         stack.enter_context(mock.patch.object(CompiledKernel, "__getitem__", bound))
+        with suppress(ImportError):  # Triton before 3.4 has none.
+            self._see_descriptors(stack)
+
+    def _see_descriptors(self, stack: ExitStack) -> None:
+        """A descriptor asks for its tensor's pointer only to see whether that is aligned."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
         check = TensorDescriptor.__post_init__
-        # It asks for the pointer only to see whether that is aligned.
-        stack.enter_context(
-            mock.patch.object(
-                TensorDescriptor,
-                "__post_init__",
-                lambda descriptor: self.beside(check, (descriptor,), {}),
-            )
-        )
+
+        def checked(descriptor: Any) -> None:
+            self.beside(check, (descriptor,), {})
+
+        stack.enter_context(mock.patch.object(TensorDescriptor, "__post_init__", checked))
 
     def _launching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -194,8 +197,11 @@ def _just_run(_: list[torch.Tensor], call: Callable[[], Any]) -> Any:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside containers, and those that Triton's descriptors and wrappers stand for."""
-    if isinstance(value, torch.Tensor):
+    """Plain tensors inside containers, wrappers (DTensor), and Triton's descriptors of them."""
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        yield from _tensors_in([getattr(value, name) for name in names])
+    elif isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

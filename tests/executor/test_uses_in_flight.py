@@ -162,3 +162,36 @@ def test_gradients_leave_again_after_their_collective(loop: Any, batch: Any, mac
     assert run.report.demand_fetches == 0
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, tensors[name]), name
+
+
+class FakeStream:
+    """A stream that is not the compute stream; its events end when told."""
+
+    def __init__(self) -> None:
+        self.is_through = False
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(query=lambda: self.is_through)
+
+
+def test_a_kernel_on_another_stream_holds_what_it_uses(
+    in_flight: UsesInFlight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, waits = FakeStream(), []
+    monkeypatch.setattr(UsesInFlight, "is_elsewhere", property(lambda _: True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    tensors = torch.ones(8), torch.ones(8)
+    used, made = held(tensors[0]), held(tensors[1])
+    used.arrived = SimpleNamespace(
+        make_stream_wait=lambda: waits.append("for what was brought back")
+    )
+    in_flight.make_visible([used, made])
+    assert waits == ["for what was brought back"]
+    in_flight.note(SimpleNamespace(is_collective=False), [used, made], [made], None)
+    in_flight.poll()
+    assert not used.can_leave
+    assert not made.can_leave
+    stream.is_through = True
+    in_flight.poll()
+    assert used.can_leave
+    assert made.can_leave
