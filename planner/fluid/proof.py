@@ -73,10 +73,13 @@ def instance_of(
 ) -> Instance | None:
     """The program on these slots; None if it fits with nothing away but what costs nothing."""
     rank = trace.metadata.rank
-    needed = needed_bytes(trace, slots, hardware.gpu_of_rank(rank).memory_bytes)
+    capacity_bytes = hardware.gpu_of_rank(rank).memory_bytes
+    # Tails given away for nothing (F4) keep turns alike, and the program small.
+    with_tails = turns is None
+    needed = needed_bytes(trace, slots, capacity_bytes, with_tails=with_tails)
     if needed.max() <= 0:
         return None
-    gaps = gap_classes(trace, slots)
+    gaps = gap_classes(trace, slots, with_tails=with_tails)
     fluid = formulate(
         hardware,
         rank,

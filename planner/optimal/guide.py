@@ -41,10 +41,6 @@ _ISSUE_SECONDS = 1e-4
 """A transfer costs its latency, or what its executor needs to issue it if that is longer. That much
 of it counts as a wait: enough to prefer large storages, not enough to wait for them."""
 
-_ROUND_TRIPS = 2
-"""A gap worth moving in is so many times as long as what goes out and back in it needs. A fluid
-leaves before its gap begins, in place of what is waiting, and no storage can."""
-
 _HASTE_PRICE = 2e-6
 _SHORT_SHARE = 0.01
 """Among equals, long gaps are better: they bear late transfers. Gaps below this share of the
@@ -73,16 +69,17 @@ def solve_guide(
     spare_bytes: int = 0,
     unhurried: bool = True,
     by_size: bool = False,
+    round_trips: float = 1.0,
     time_limit: float | None = None,
 ) -> Guide | None:
     """Solve the guide; None if no solution was found, or if there is nothing to decide.
 
     ``spare_bytes`` of the GPU are not to be used; ``unhurried``: among equals, long gaps first.
-    ``by_size``: among equals, large storages.
+    ``by_size``: among equals, large storages. Gaps shorter than ``round_trips`` are left out.
     Where slots are too coarse, or tiers too small, for all bytes to be away that should be, some
     are not: repair sees to them.
     """
-    worth = _worth_moving(problem)
+    worth = _worth_moving(problem, round_trips)
     gaps = gap_classes(problem.trace, slots, with_tails=True, only=worth, by_size=by_size)
     if len(gaps) == 0 or problem.machine.capacity_bytes.max() <= 0:
         return None
@@ -124,11 +121,11 @@ def _formulate(
     )
 
 
-def _worth_moving(problem: Problem) -> BoolArray:
-    """Periods that are large and long enough for a round trip, bool (inactive periods,)."""
+def _worth_moving(problem: Problem, round_trips: float) -> BoolArray:
+    """Periods that are large and long enough for round trips, bool (inactive periods,)."""
     rates = problem.machine.solo_rate
     seconds = problem.num_bytes * (1 / rates[0::2].max() + 1 / rates[1::2].max())
-    seconds = _ROUND_TRIPS * seconds
+    seconds = round_trips * seconds
     result = np.zeros(len(problem.all_periods), dtype=bool)
     least_bytes = _LEAST_SHARE * problem.capacity_bytes
     worth = (problem.num_bytes >= least_bytes) & (problem.seconds >= seconds)

@@ -33,7 +33,7 @@ from teraio.planner.greedy import plan_greedy
 from teraio.planner.optimal.guiding import Guiding
 from teraio.planner.optimal.local_search import search_locally
 from teraio.planner.optimal.periods import Problem
-from teraio.planner.optimal.search import SECONDS_PER_MOVE, SMALL_KERNELS, Found, Search
+from teraio.planner.optimal.search import SECONDS_PER_MOVE, Found, Search
 from teraio.planner.optimal.slower_rates import with_rates
 from teraio.planner.optimal.starting import choice_of_plan
 from teraio.planner.plan_building import build_plan
@@ -133,9 +133,9 @@ def _search(
             break
         if best is not None and best.predicted_seconds <= _WORTH_PACKING * _seconds_of(search):
             break
-        if best is not None and trace.num_kernels > SMALL_KERNELS:
+        if best is not None and not problem.is_small:
             break
-    if best is not None and (trace.num_kernels > SMALL_KERNELS or search.is_over()):
+    if best is not None and (not problem.is_small or search.is_over()):
         return best
     return _with_greedy(trace, hardware, share, options, best, error)
 
@@ -160,7 +160,7 @@ def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     if start is not None:
         search.try_choice(*choice_of_plan(search.problem, start), "an earlier plan")
         search.try_without_needless()
-    is_small = search.problem.num_kernels <= SMALL_KERNELS
+    is_small = search.problem.is_small
     is_done = _is_ideal(search) and not is_small
     if search.is_over() or is_done or (start is not None and search.deadline is None):
         return
@@ -212,7 +212,7 @@ def _follow_guides(scopes: list[_Scope]) -> _Scope:
 
 def _settings_at_ideal(search: Search) -> int:
     """Settings worth trying when the iteration is ideal already: their moves may be fewer."""
-    return _SETTINGS_AT_IDEAL if search.problem.num_kernels <= SMALL_KERNELS else 0
+    return _SETTINGS_AT_IDEAL if search.problem.is_small else 0
 
 
 class _Setting(NamedTuple):
@@ -246,7 +246,7 @@ def _settings(scope: _Scope) -> list[_Setting]:
         return [
             setting._replace(by_size=by_size) for by_size in (True, False) for setting in settings
         ]
-    if guiding.problem.num_kernels <= SMALL_KERNELS:
+    if guiding.problem.is_small:
         settings = _products((iteration / 100, iteration / 500), (True, False), (0, spare_bytes))
         large_first = [setting._replace(by_size=True) for setting in settings]
         return large_first + settings if is_limited else [*large_first[:_SETTINGS], settings[0]]
@@ -257,7 +257,7 @@ def _settings(scope: _Scope) -> list[_Setting]:
     settings += _products((iteration / 1500,), (True,), (n * spare_bytes // 2 for n in range(1, 5)))
     if is_limited:
         return settings
-    return settings[: _SETTINGS if guiding.is_small else _SETTINGS_OF_LARGE]
+    return settings[: _SETTINGS if guiding.is_quick else _SETTINGS_OF_LARGE]
 
 
 def _products(

@@ -17,6 +17,9 @@ from teraio.traces.trace import Trace
 STAYS = -1
 """Device of a period whose storage does not leave."""
 
+SMALL_KERNELS = 10_000
+"""A trace with at most this many kernels is small: a choice is timed and judged in milliseconds."""
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -96,6 +99,11 @@ class Problem:
             begins_version=begins,
             resident_bytes=live_bytes(trace, allocated=True) + trace.kernels.workspace_bytes,
         )
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there is time to try much."""
+        return self.num_kernels <= SMALL_KERNELS
 
     @property
     def is_faster_one_way(self) -> bool:

@@ -21,9 +21,6 @@ from teraio.planner.optimal.timing import Pace, Timed, needed_moves, time_moves
 from teraio.planner.optimal.wear import keeps_to_budgets, repair_within_budgets
 from teraio.traces.lifetimes import kernel_starts_seconds
 
-SMALL_KERNELS = 10_000
-"""Traces with at most this many kernels take milliseconds to time and to judge."""
-
 _MAX_ROUNDS = 4
 _MAX_ROUNDS_OF_SMALL = 8
 _LEAST_GAIN = 1e-5
@@ -164,7 +161,7 @@ class Search:
         """Time and judge, on the timeline and on those that come of it: while that helps, and on
         small traces until it changes nothing, since a step back may lead to a larger one ahead.
         """
-        is_small = self.problem.num_kernels <= SMALL_KERNELS
+        is_small = self.problem.is_small
         best, seconds = None, 0.0
         for _ in range(_MAX_ROUNDS_OF_SMALL if is_small else _MAX_ROUNDS):
             found = self._judged(repaired, starts, origin)

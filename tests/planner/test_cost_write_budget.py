@@ -14,7 +14,7 @@ from teraio.contracts.plan import Plan
 from teraio.errors import CapacityError, InputError
 from teraio.planner import compare, lower_bound, plan, plan_summary, verify
 from teraio.planner.greedy import plan_greedy
-from teraio.planner.optimal import optimal as optimal_module
+from teraio.planner.optimal import periods as periods_module
 from teraio.traces.trace import Trace
 
 MakeTrace = Callable[..., Trace]
@@ -156,7 +156,7 @@ def test_plans_of_repeating_iterations_keep_to_their_budget(
     share: float,
 ) -> None:
     """A share of what they would write; the guide is of a folded trace, and is what is used."""
-    monkeypatch.setattr(optimal_module, "SMALL_KERNELS", 0)
+    monkeypatch.setattr(periods_module, "SMALL_KERNELS", 0)
     trace = repeating_trace(seed, micro_batches=8)
     capacity = int(0.6 * trace.peak_allocated_bytes)
     hardware = make_hardware(capacity, ssd_rate=200.0, host_rate=100.0)

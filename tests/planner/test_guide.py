@@ -19,6 +19,7 @@ from teraio.planner.fluid.solve import Solution, solve
 from teraio.planner.optimal import guide as guide_module
 from teraio.planner.optimal import guiding as guiding_module
 from teraio.planner.optimal import optimal as optimal_module
+from teraio.planner.optimal import periods as periods_module
 from teraio.planner.optimal.guide import solve_guide
 from teraio.planner.optimal.guiding import FOLDED_MICRO_BATCHES, Guiding
 from teraio.planner.optimal.optimal import plan_optimal
@@ -256,7 +257,7 @@ def test_folded_is_as_good_as_whole(
 
     Neither local search nor the greedy plan may help.
     """
-    monkeypatch.setattr(optimal_module, "SMALL_KERNELS", 0)
+    monkeypatch.setattr(periods_module, "SMALL_KERNELS", 0)
     monkeypatch.setattr(optimal_module, "search_locally", lambda *_: None)
     trace = folding_trace(stages_after)
     if is_jittered:
