@@ -46,6 +46,8 @@ class ParallelMode(ExecutorMode):
     def before_kernel(self, call: KernelCall) -> None:
         self.in_flight.poll()
         with self.compute_stream():
+            if self._moves.late_frees:
+                self._moves.release_late()
             super().before_kernel(call)
         self.in_flight.make_visible(self._holding(state) for state in call.flags)
 

@@ -22,14 +22,27 @@ class PlannedMoves:
         self._binding = binding
         self.late_prefetches: list[Holding] = []
         self.late_offloads: list[PlannedMove] = []
+        self.late_frees: dict[int, Holding] = {}
 
     def issue_late_offloads(self) -> None:
-        """Who held their places died after the kernel: the user's reference outlived it."""
+        """Who held their places died after the kernel: the user's reference outlived it.
+
+        What a collective still uses waits on.
+        """
         late, self.late_offloads = self.late_offloads, []
         for move in late:
             holding = self._binding.holding(move.storage)
-            if holding is not None:
-                self._offload(move, holding)
+            if holding is not None and not self._offload(move, holding) and holding.in_flight:
+                self.late_offloads.append(move)
+
+    def release_late(self) -> None:
+        """Free what was in use when its memory was to be given back, once its copy is there."""
+        for row, holding in list(self.late_frees.items()):
+            if not holding.is_resident or holding.is_dead:
+                del self.late_frees[row]
+            elif holding.slot is not None and (holding.leaving is None or holding.leaving.done):
+                self._residency.release(holding)
+                del self.late_frees[row]
 
     def before_kernel(self, kernel: int) -> None:
         """Frees, then prefetches."""
@@ -42,9 +55,12 @@ class PlannedMoves:
             holding = self._binding.holding(move.storage)
             if holding is not None:
                 residency.release(holding)
+                if holding.in_flight or (self.late_offloads and holding.can_leave):
+                    self.late_frees[move.storage] = holding
         prefetches = schedule.prefetches_before[kernel]
         reserved_bytes = schedule.need_bytes[kernel] if prefetches else 0
         for move in prefetches:
+            self.late_frees.pop(move.storage, None)
             holding = self._binding.holding(move.storage)
             if holding is not None and not residency.prefetch(holding, reserved_bytes):
                 self.late_prefetches.append(holding)
@@ -70,7 +86,7 @@ class PlannedMoves:
             holding = self._binding.holding(move.storage)
             if holding is not None:
                 self.num_found += 1
-                if not self._offload(move, holding):
+                if not self._offload(move, holding) and move not in self.late_offloads:
                     self.late_offloads.append(move)
 
     def end_iteration(self, *, is_on_plan: bool) -> int:
@@ -78,6 +94,7 @@ class PlannedMoves:
         self.late_prefetches.clear()
         if not is_on_plan:
             self.late_offloads.clear()
+            self.late_frees.clear()
         found, self.num_found = self.num_found, 0
         return found
 

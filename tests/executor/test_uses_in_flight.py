@@ -17,6 +17,7 @@ import teraio
 from teraio.executor import uses_in_flight
 from teraio.executor.holding import Holding
 from teraio.executor.parallel_mode import ParallelMode
+from teraio.executor.planned_moves import PlannedMoves
 from teraio.executor.uses_in_flight import UsesInFlight
 from teraio.planner import evict_everything
 from teraio.profiler.storages import StorageRegistry
@@ -162,6 +163,60 @@ def test_gradients_leave_again_after_their_collective(loop: Any, batch: Any, mac
     assert run.report.demand_fetches == 0
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, tensors[name]), name
+
+
+class SlowWork:
+    """A collective that has completed when it is asked for the tenth time."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def is_completed(self) -> bool:
+        self._asked += 1
+        return self._asked >= 10
+
+
+@pytest.mark.usefixtures("group")
+def test_moves_that_come_due_during_a_collective_are_made_after_it(
+    loop: Any, batch: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that could not be given back in time is given back as soon as it can be."""
+    made: list[SlowWork] = []
+
+    def works_in(_: Any) -> list[SlowWork]:
+        made.append(SlowWork())
+        return made[-1:]
+
+    def step(model: Any, optimizer: Any, number: int) -> float:
+        optimizer.zero_grad()
+        loss = model(batch(number)).pow(2).mean()
+        loss.backward()
+        for parameter in model.parameters():
+            distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        return float(loss.detach())
+
+    training = loop(step)
+    (losses, tensors), _ = training.run()
+    plan = evict_everything(training.trace(), machine(), tiers="host")
+    monkeypatch.setattr(uses_in_flight, "_works_in", works_in)
+    late = []
+    release_late = PlannedMoves.release_late
+
+    def released(moves: PlannedMoves) -> None:
+        before = len(moves.late_frees)
+        release_late(moves)
+        late.append(before - len(moves.late_frees))
+
+    monkeypatch.setattr(PlannedMoves, "release_late", released)
+    (executed, found), report = training.run(plan=plan)
+    assert executed == losses
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, found[name]), name
+    assert len(made) == 5 * 6
+    assert sum(late) > 0
+    assert report.moves_found == report.moves_planned
+    assert report.evictions == 0
 
 
 class FakeStream:
