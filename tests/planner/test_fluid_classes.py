@@ -1,4 +1,4 @@
-"""Classes of gaps: which periods are part of which, and that their bytes add up."""
+"""Classes of gaps: which periods are part of which, that bytes add up, and what tails cost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from teraio.contracts.hardware import Hardware
+from teraio.planner.fluid.bound import lower_bound
 from teraio.planner.fluid.classes import gap_classes
 from teraio.planner.fluid.slots import cut_into_slots
+from teraio.planner.planning import plan as make_plan
 from teraio.traces.lifetimes import inactive_periods
 from teraio.traces.trace import Trace
 
 MakeTrace = Callable[..., Trace]
+MakeHardware = Callable[..., Hardware]
 
 
 @pytest.mark.parametrize("max_seconds", [None, 1.0, 3.0])
@@ -69,6 +73,21 @@ def test_classes_by_size_keep_large_and_small_apart(make_trace: MakeTrace) -> No
     slots = cut_into_slots(trace, None, runs_may_stretch=False)
     assert gap_classes(trace, slots).num_bytes.tolist() == [87]
     assert sorted(gap_classes(trace, slots, by_size=True).num_bytes.tolist()) == [23, 64]
+
+
+def test_what_is_never_read_again_is_written(
+    make_trace: MakeTrace, make_hardware: MakeHardware
+) -> None:
+    """A (100 B) is last used by 1 and must be away in 3: at 50 B/s kernel 2 hides half of it."""
+    trace = make_trace(
+        [1.0] * 6,
+        [("A", 100, 0, 5), ("B", 100, 3, 3)],
+        [(0, "A", "w"), (1, "A", "r"), (3, "B", "w")],
+    )
+    for rate, seconds in ((50.0, 7.0), (100.0, 6.0)):
+        hardware = make_hardware(100, ssd_rate=rate, host_bytes=0)
+        assert lower_bound(trace, hardware).seconds == pytest.approx(seconds, abs=1e-6)
+        assert make_plan(trace, hardware).predicted_seconds == pytest.approx(seconds, abs=1e-6)
 
 
 def test_slots_end_with_layers_and_where_they_are_full(make_trace: MakeTrace) -> None:
