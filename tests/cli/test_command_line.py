@@ -65,9 +65,11 @@ def test_example_in_the_help_is_accepted_by_the_parser(
     found = main.get_command(click.Context(main), name)
     assert isinstance(found, Command)
     for line in found.example.splitlines():
-        _, shown_name, *words = line.split()
-        if "--directory" in words:
-            words[words.index("--directory") + 1] = str(tmp_path)
+        all_words = line.split()
+        _, shown_name, *words = all_words[all_words.index("teraio") :]
+        for index, word in enumerate(words):
+            if word == "--directory":
+                words[index + 1] = str(tmp_path)
         shown = main.get_command(click.Context(main), shown_name)
         assert shown is not None
         shown.make_context(shown_name, words)

@@ -218,7 +218,7 @@ def test_interrupts(loop: Any, layers: Any, train: Any, machine: Any) -> None:
     assert interrupts >= 24
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, expected)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 def _assert_right_books(run: Any) -> None:
