@@ -16,7 +16,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+)
 
 from teraio.errors import TeraioError
 from teraio.executor.mode import ExecutorMode
@@ -84,10 +89,19 @@ class ThreadGuard:
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def guarded(thread: threading.Thread) -> None:
-                if not thread.name.startswith(WORKER_THREAD_PREFIX):
-                    # Not entered as a context: torch keeps count of those for all threads together.
-                    _push_mode(VisitorMode(host))
-                original(thread)
+                if thread.name.startswith(WORKER_THREAD_PREFIX):
+                    original(thread)
+                    return
+                # Not entered as a context: torch keeps count of those for all threads together.
+                visitor = VisitorMode(host)
+                _push_mode(visitor)
+                try:
+                    original(thread)
+                finally:
+                    # Left to the end of the thread it would go without the interpreter's lock, and
+                    # take the process down where that is ending too.
+                    if _get_current_dispatch_mode() is visitor:
+                        _pop_mode()
 
             return guarded
 

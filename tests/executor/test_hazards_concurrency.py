@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, TensorDataset
 
 import teraio
@@ -151,6 +152,31 @@ def test_a_thread_that_outlives_the_run(loop: Any, train: Any, machine: Any) -> 
 
 
 @pytest.mark.slow
+def test_a_thread_takes_nothing_of_the_run_to_its_end(loop: Any, train: Any, machine: Any) -> None:
+    """A mode left in a thread that ends with the interpreter would abort the process."""
+    left: list[Any] = []
+
+    class Observed(threading.Thread):
+        def _bootstrap(self) -> None:
+            super()._bootstrap()  # type: ignore[misc]
+            left.append(_get_current_dispatch_mode())
+
+    training = loop(train)
+    plan = evict_everything(training.trace(), machine(), tiers="host")
+    model, optimizer = training.made()
+    inside: list[Any] = []
+    with teraio.execute(plan, model, optimizer):
+        thread = Observed(target=lambda: inside.append(_get_current_dispatch_mode()))
+        thread.start()
+        thread.join()
+        # The thread's last words come after it counts as ended.
+        deadline = time.monotonic() + 10
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert inside[0] is not None
+    assert left == [None]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_regions(survives: Any, loop: Any, layers: Any, train: Any, machine: Any) -> None:
     """Without the setting that makes them operators: right, and the user is told."""
