@@ -227,7 +227,7 @@ class KernelMode(TorchDispatchMode):
     def _storage_resized(self, storage: torch.UntypedStorage) -> None:
         # The old bytes are gone and the new ones are unwritten: another storage to any plan.
         state = self.registry.find_address(storage._cdata)
-        # Asked of torch itself: an executed run says of a storage that is away what it will be again.
+        # Asked of torch itself: a run says of a storage that is away what it will be again.
         nbytes = torch._C.StorageBase.nbytes(storage)  # type: ignore[attr-defined]
         if state is not None and nbytes != state.nbytes:
             reborn = self.registry.rebirth(state, self._birth())

@@ -71,8 +71,7 @@ def test_blocks_never_overlap() -> None:
             blocks.append(allocator.allocate(generator.randrange(1, 60 * MIB)))
         spans = sorted((b.is_small, b.address, b.address + b.nbytes) for b in blocks)
         assert all(
-            one[2] <= other[1] or one[0] != other[0]
-            for one, other in itertools.pairwise(spans)
+            one[2] <= other[1] or one[0] != other[0] for one, other in itertools.pairwise(spans)
         )
     assert allocator.allocated_bytes == sum(b.nbytes for b in blocks) <= allocator.reserved_bytes
     for block in blocks:
