@@ -265,7 +265,7 @@ def test_a_plan_for_a_gpu_where_there_is_none(machine: Any, monkeypatch: Any) ->
 def test_lands_on_a_gpu(attention: Any) -> None:
     """Planned without a GPU for one attention kernel, run on a GPU with the one PyTorch takes.
 
-    Strictly: with warn_only PyTorch takes cuDNN's attention, whose backward differs between runs.
+    Strictly: with warn_only PyTorch takes cuDNN's attention, which strict runs leave out.
     """
     torch.use_deterministic_algorithms(True)
     try:
