@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,16 @@ def test_a_hundred_steps_verified(
     """Every byte that comes back is the one that left, and memory does not grow with the steps."""
     (losses, _), _ = training.run(100)
     model, optimizer = training.made()
+    resident: list[int] = []
     with teraio.execute(plan, model, optimizer, verify_transfers=True, **options) as run:
         for number in range(100):
             assert train(model, optimizer, number) == losses[number]
-            if number == 40:
-                before = resident_bytes()
-        grown_bytes = resident_bytes() - before
-    assert grown_bytes < 2**20
+            if number % 15 == 9:
+                resident.append(resident_bytes())
+    # A leak grows in every stretch of 15 steps, by a moved storage or more in each step; what the
+    # interpreter and the C library take once grows in one of them.
+    grown_bytes = [after - before for before, after in pairwise(resident[2:])]
+    assert min(grown_bytes) < 15 * 2**13, grown_bytes
     report = run.report
     assert report.evictions == report.demand_fetches == 0
     assert report.verified_reads > 100 * 10
