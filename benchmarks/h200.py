@@ -1,20 +1,27 @@
 """One GPU, one model, every way to train it in less memory: one command, one table.
 
     python benchmarks/h200.py                              # fp32, everything: over half an hour
-    python benchmarks/h200.py --rows ideal,teraio --budgets 0.8,0.6 --exact --steps 17
-    python benchmarks/h200.py --rows teraio --budgets 0.5 --transforms optimizer-in-backward
+    python benchmarks/h200.py --rows ideal,empty-plan,teraio --budgets 0.8,0.6,0.5 \\
+        --transforms none --exact-steps 20 --warm-up 1 --steps 5
+    python benchmarks/h200.py --rows teraio,fake-trace --fake-budgets 0.8:none \\
+        --budgets 0.5:optimizer-in-backward,0.4:none --exact-steps 5
     python benchmarks/h200.py --dtype bf16 --compiled --rows ideal,empty-plan,teraio --budgets 0.7
     python benchmarks/h200.py --rows torchao,fsdp2,deepspeed-cpu --timeout 500
     python benchmarks/h200.py --merge FILE                 # rows measured on another machine
     python benchmarks/h200.py --render-only                # the page again, from the rows
     python benchmarks/h200.py --smoke                      # toy size on the CPU, under a minute
 
-teraio's rows share a process that times the training without a plan first, records its trace
-(kept in ``--output-folder`` with hardware and plans; ``--plans-from`` uses them again), measures
-the machine, and prints each plan's bound before it executes the plan. Every baseline has a process
-of its own, so that one that crashes or hangs takes nothing along; its ideal is measured in the same
-run. Rows are added to ``--output`` as they come, and what is there already is not measured again
-(``--again`` does), so that a run can be split into commands of a few minutes each. Planning needs
+teraio's rows share a process that traces the training, measures the machine, times the training
+without a plan, and prints each plan's bound before it executes the plan. With ``--exact-steps`` a
+row begins with so many deterministic iterations, whose losses are compared bit by bit with those of
+plain training; the timed ones follow in the same run. Every baseline has a process of its own, so
+that one that crashes or hangs takes nothing along. Rows are added to ``--output`` as they come, and
+what is there already is not measured again (``--again`` does), so that a run can be split into
+commands of a few minutes each, and a command that is killed loses only the row under way.
+
+``--output-folder`` keeps trace, hardware, plans and what plain training gave, and ``--plans-from``
+uses them again: the same folder in every command does each only once. The ideal of a machine is
+measured once after its start; its bits serve other machines of the same kind too. Planning needs
 no GPU: ``--until trace`` leaves trace and hardware in the folder, ``--until plan --plans-from`` it
 makes the plans on any machine, and a last command with ``--plans-from`` executes them.
 
@@ -38,58 +45,51 @@ operators on first use (nvcc and ninja, a minute or two) into OUTPUT_FOLDER/torc
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from benchmarks.h200_options import HERE, OURS, parse_options
     from benchmarks.h200_rows import (
         SWAP_FOLDER,
         Contender,
         Row,
-        Setting,
         add_row,
+        boot_id,
         is_of,
+        kept_ideal,
         load_rows,
         run_apart,
         save_rows,
     )
-    from benchmarks.h200_tables import TITLES, page
+    from benchmarks.h200_tables import page
     from benchmarks.paper_document import ROOT
 else:  # A script's own folder is on its path, the repository's root is not.
+    from h200_options import HERE, OURS, parse_options
     from h200_rows import (
         SWAP_FOLDER,
         Contender,
         Row,
-        Setting,
         add_row,
+        boot_id,
         is_of,
+        kept_ideal,
         load_rows,
         run_apart,
         save_rows,
     )
-    from h200_tables import TITLES, page
+    from h200_tables import page
     from paper_document import ROOT
-
-HERE = Path(__file__).resolve().parent
-OUTPUT = ROOT / "benchmarks" / "reports" / "h200.json"
-OURS = ("empty-plan", "teraio", "fake-trace")
-SMOKE_ROWS = ("ideal", "empty-plan", "teraio", "save-on-cpu", "checkpointing", "fsdp2")
-DEFAULT_BUDGETS = (0.8, 0.6, 0.5, 0.4)
-DEFAULT_TRANSFORMS = (None, "optimizer-in-backward")
-_PLANNED = ("teraio", "fake-trace")
 
 
 def main() -> None:
     """Measure what is missing, row by row, and write the page."""
-    options = parse_options()
+    options = parse_options(__doc__ or "")
     book = Book(options)
     if options.merge is not None:
         for row in load_rows(options.merge):
@@ -120,9 +120,20 @@ class Book:
     def add_found(self, contender: Contender, found: Mapping[str, Any]) -> None:
         """Add what a process measured."""
         options = self._options
-        made = {"made_on": platform.machine(), "commit": commit()}
+        made = {"made_on": platform.machine(), "commit": commit(), "boot": boot_id()}
         asked = {"run": options.run, "options": options.asked}
         self.add(contender.key(options.setting.as_key()) | made | asked | dict(found))
+
+    def ideal_of_this_machine(self) -> float | None:
+        """Seconds of a step without offloading, if measured since this machine was started."""
+        options = self._options
+        key = Contender("ideal").key(options.setting.as_key())
+        for row in self.rows:
+            if is_of(row, key) and row.get("boot") == boot_id() and "failed" not in row:
+                return float(row["step_seconds"])
+        if options.plans_from is None:
+            return None
+        return kept_ideal(options.plans_from / f"{options.setting.name}-plain.json")
 
     def lacks(self, contender: Contender) -> bool:
         """Whether it is still to be measured; what failed is not tried again by itself."""
@@ -141,9 +152,11 @@ def measure_all(options: argparse.Namespace, book: Book) -> None:
         measure_ours(options, book, [ideal] * is_ideal_wanted + ours)
     if not others or options.until != "run":
         return
-    found: list[Row] = []
-    measure_baseline(options, book, ideal, found, adds=is_ideal_wanted and not ours)
-    ideal_seconds = found[0].get("step_seconds") if found else None
+    ideal_seconds = book.ideal_of_this_machine()
+    if ideal_seconds is None:
+        found: list[Row] = []
+        measure_baseline(options, book, ideal, found, adds=is_ideal_wanted and not ours)
+        ideal_seconds = found[0].get("step_seconds") if found else None
     for contender in others:
         measure_baseline(options, book, contender, [], ideal_seconds=ideal_seconds)
 
@@ -170,6 +183,7 @@ def measure_ours(options: argparse.Namespace, book: Book, wanted: list[Contender
         "time_kernels": options.time_kernels,
         "time_limit": options.time_limit,
         "planner": options.planner,
+        "exact_steps": options.exact_steps,
         "warm_up": options.warm_up,
         "steps": options.steps,
     }
@@ -219,127 +233,18 @@ def measure_baseline(
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """All rows asked for; budgets in the order given, of each the training unchanged first."""
+    """All rows asked for; budgets in the order given, of each the transforms in theirs."""
     found = []
     for name in options.rows:
-        if name in _PLANNED:
+        if name in ("teraio", "fake-trace"):
             found += [
                 Contender(name, share, transform)
-                for share, transform in itertools.product(options.budgets, options.transforms)
+                for share, own in (options.budgets if name == "teraio" else options.fake_budgets)
+                for transform in (options.transforms if own is None else own)
             ]
         else:
             found.append(Contender(name))
     return found
-
-
-def parse_options() -> argparse.Namespace:
-    """The command line, with the setting that it describes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    _add_what(parser)
-    _add_how(parser)
-    options = parser.parse_args()
-    for name in options.rows or ():
-        if name not in TITLES:
-            parser.error(f"--rows: {name!r} is not one of {', '.join(TITLES)}")
-    options.asked = {name: str(value) for name, value in vars(options).items()}
-    options.run = time.strftime("%Y-%m-%dT%H:%M:%S")
-    _complete(options)
-    return options
-
-
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=_names, help=f"of {','.join(TITLES)} [default: all]")
-    parser.add_argument(
-        "--budgets", type=_shares, help="shares of the peak [default: 0.8,0.6,0.5,0.4]"
-    )
-    parser.add_argument(
-        "--transforms",
-        type=_transforms,
-        help="variants of the plans [default: none,optimizer-in-backward]",
-    )
-    parser.add_argument("--model", default="bench-3.4b")
-    parser.add_argument("--dtype", choices=("fp32", "tf32", "bf16"), default="fp32")
-    parser.add_argument("--micro-batch-size", type=int, help="[default: 3, in bf16 6]")
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument(
-        "--optimizer",
-        choices=("foreach", "fused", "for-loop"),
-        help="AdamW's implementation [default: foreach, in bf16 fused]",
-    )
-    parser.add_argument("--compiled", action="store_true", help="compile each block")
-    parser.add_argument(
-        "--exact", action="store_true", help="deterministic algorithms; losses compared bit by bit"
-    )
-    parser.add_argument("--smoke", action="store_true", help="toy size on the CPU")
-
-
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, help="timed of a plan [default: 10, exact 17]")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    parser.add_argument("--baseline-steps", type=int, default=5, help="timed of a baseline")
-    parser.add_argument("--baseline-warm-up", type=int, default=2, help="steps before them")
-    parser.add_argument("--hardware", help="file or preset [default: measure this machine]")
-    parser.add_argument("--probe", choices=("quick", "full"), default="quick")
-    parser.add_argument("--host-memory", default="90GB", help="what plans may use")
-    parser.add_argument("--spare-host", default="2GB", help="pinned beyond what a plan needs")
-    parser.add_argument("--planner", default="optimal")
-    parser.add_argument("--time-limit", type=float, help="seconds, for the planner")
-    parser.add_argument(
-        "--time-kernels", action="store_true", help="price the trace made without the GPU by them"
-    )
-    parser.add_argument(
-        "--output-folder", type=Path, default=Path("h200-output"), help="for traces and plans"
-    )
-    parser.add_argument("--plans-from", type=Path, help="an earlier output folder, used again")
-    parser.add_argument(
-        "--until",
-        choices=("trace", "plan", "run"),
-        default="run",
-        help="stop teraio's rows before planning, or before execution",
-    )
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each process")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="file of the rows")
-    parser.add_argument("--again", action="store_true", help="also what the file has already")
-    parser.add_argument("--merge", type=Path, help="measure nothing, add the rows of this file")
-    parser.add_argument("--render-only", action="store_true", help="measure nothing")
-
-
-def _complete(options: argparse.Namespace) -> None:
-    """Fill in what depends on other options."""
-    is_bf16 = options.dtype == "bf16"
-    given: dict[str, Any] = {
-        "model": options.model,
-        "dtype": options.dtype,
-        "micro_batch_size": options.micro_batch_size or (6 if is_bf16 else 3),
-        "sequence": options.sequence,
-        "optimizer": options.optimizer or ("fused" if is_bf16 else "foreach"),
-        "compiled": options.compiled,
-        "exact": options.exact,
-    }
-    if options.smoke:
-        given |= {"model": "tiny-llama", "sequence": 64, "device": "cpu"}
-        options.host_memory, options.spare_host = "200MB", "20MB"
-        options.budgets, options.transforms = options.budgets or (0.8,), (None,)
-        options.baseline_steps = options.steps = options.steps or 3
-    options.rows = options.rows or (SMOKE_ROWS if options.smoke else tuple(TITLES))
-    options.budgets = options.budgets or DEFAULT_BUDGETS
-    options.transforms = options.transforms or DEFAULT_TRANSFORMS
-    options.setting = Setting(**given)
-    options.steps = options.steps or (17 if options.exact else 10)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _transforms(text: str) -> tuple[str | None, ...]:
-    return tuple(None if part == "none" else part for part in text.split(","))
 
 
 def commit() -> str:

@@ -52,20 +52,27 @@ def run_figures(report: RunReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in names} | {
         "report_seconds": report.measured_seconds,
         "report_peak_bytes": report.peak_bytes,
+        "report_reserved_bytes": report.reserved_bytes,
         "stall_seconds": {name: float(value) for name, value in dict(stalls).items()},
     }
+
+
+RESERVED_SHARE = 1.05
+"""Of the budget: what the allocator may reserve at most."""
 
 
 def comparison(row: Mapping[str, Any], ideal_seconds: float) -> dict[str, Any]:
     """Shares of the ideal and of the bound, the prediction's error, what fragmentation takes."""
     seconds = row["step_seconds"]
     peak = row.get("max_memory_allocated", row["report_peak_bytes"])
+    reserved = row.get("max_memory_reserved", row["report_reserved_bytes"])
     return {
         "ideal_seconds": ideal_seconds,
         "share_of_ideal": ideal_seconds / seconds,
         "share_of_bound": row["lower_bound_seconds"] / seconds,
         "prediction_error": row["simulated_seconds"] / seconds - 1,
         "within_budget": peak <= row["budget_bytes"],
+        "reserved_within_budget": reserved <= RESERVED_SHARE * row["budget_bytes"],
     }
 
 
@@ -80,11 +87,13 @@ def outcome_text(contender: Contender, row: Mapping[str, Any]) -> str:
     return (
         f"{contender.label}: step {format_seconds(row['step_seconds'])}, "
         f"{row['share_of_ideal']:.2%} of ideal, {row['share_of_bound']:.2%} of the bound, "
-        f"prediction {row['prediction_error']:+.2%}, {memory_text(row)} of "
+        f"prediction {row['prediction_error']:+.2%}, {memory_text(row)} (predicted "
+        f"{format_bytes(row['predicted_reserved_bytes'])} reserved) of "
         f"{format_bytes(row['budget_bytes'])}, drift {row['drift']}, demand fetches "
         f"{row['demand_fetches']}, evictions {row['evictions']}, dropped prefetches "
-        f"{row['dropped_prefetches']}, bit-identical {row['bit_identical']}, opened in "
-        f"{row['opening_seconds']:.1f} s, cold start {row['cold_start_seconds']:.1f} s"
+        f"{row['dropped_prefetches']}, bit-identical {row['bit_identical']} over "
+        f"{row['compared_steps']} steps, opened in {row['opening_seconds']:.1f} s, cold start "
+        f"{row['cold_start_seconds']:.1f} s"
     )
 
 
@@ -93,6 +102,7 @@ def promise_text(contender: Contender, row: Mapping[str, Any]) -> str:
     return (
         f"{contender.label}: budget {format_bytes(row['budget_bytes'])}, bound "
         f"{format_seconds(row['lower_bound_seconds'])} ({row['bound_kind']}), predicted "
-        f"{format_seconds(row['simulated_seconds'])}, {row['moves']} moves, planned in "
+        f"{format_seconds(row['simulated_seconds'])}, {row['moves']} moves, "
+        f"{format_bytes(row['predicted_reserved_bytes'])} reserved; planned in "
         f"{row['planning_seconds']:.1f} s, bounded in {row['bound_seconds']:.1f} s"
     )

@@ -117,6 +117,22 @@ def save_rows(rows: Sequence[Row], path: Path) -> None:
     temporary.replace(path)
 
 
+def boot_id() -> str:
+    """Which start of which machine this is: what was measured since then is of this very one."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else "unknown"
+
+
+def kept_ideal(path: Path) -> float | None:
+    """Seconds of a step without a plan, of a file of :mod:`h200_plain` made since this machine was
+    started; None if there is no such file.
+    """
+    plain = json.loads(path.read_text()) if path.exists() else {"boot": None}
+    if plain["boot"] != boot_id() or not plain["window"]:
+        return None
+    return float(plain["window"]["step_seconds"])
+
+
 def emit(contender: Contender, found: Mapping[str, Any]) -> None:
     """Hand a measured row to the process that waits for it."""
     print(_MARK + json.dumps({"of": list(contender), "found": dict(found)}), flush=True)

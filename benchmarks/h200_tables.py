@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,12 @@ TITLES = {
 _HEAD = """# One H200: what offloading costs
 
 Made by `python benchmarks/h200.py`, whose help says how; the rows with everything measured are in
-[a file](h200.json). A step is the median of those timed, issued back to back. Shares are of the
-ideal measured in the same run. *Allocated* and *reserved* are peaks of PyTorch's allocator while
-training. *Predicted* is teraio's simulator with the probed hardware, *error* that over measured
-minus one. No plan is faster than the *bound*; both were printed before the plan was executed.
+[a file](h200.json). A step is the median of those timed, issued back to back. The *ideal* of a row
+was measured on its machine since that was started. *Allocated* and *reserved* are peaks of
+PyTorch's allocator while training. *Predicted* is teraio's simulator with the probed hardware,
+*error* that over measured minus one. No plan is faster than the *bound*; both were printed before
+the plan was executed. *Losses* are compared bit by bit with those of plain training, over so many
+steps.
 """
 
 
@@ -57,17 +60,18 @@ def page(rows: Sequence[Row]) -> str:
 
 def results_table(rows: Iterable[Row]) -> str:
     """Step, share of ideal, memory, and for plans what was predicted and proved."""
-    headings = ["", "step", "of ideal", "allocated", "reserved", "budget"]
+    headings = ["", "step", "ideal", "of ideal", "allocated", "reserved", "budget"]
     headings += ["predicted", "error", "bound", "of bound", "host memory"]
     return table(headings, [_result(row) for row in rows])
 
 
 def _result(row: Row) -> Sequence[str]:
     if "failed" in row:
-        return [_title(row), "failed", *["-"] * 9]
+        return [_title(row), "failed", *["-"] * 10]
     return [
         _title(row),
         format_seconds(row["step_seconds"]),
+        _seconds(row.get("ideal_seconds")),
         percent(row.get("share_of_ideal"), 1),
         *(_bytes(row.get(f"max_memory_{what}")) for what in ("allocated", "reserved")),
         _bytes(row.get("budget_bytes")),
@@ -82,7 +86,8 @@ def _result(row: Row) -> Sequence[str]:
 def behaviour_table(rows: Iterable[Row]) -> str:
     """Whether plans were followed, what they moved, and whether the training stayed the same."""
     headings = ["", "moves found", "drift", "demand fetches", "evictions", "dropped prefetches"]
-    headings += ["offloaded a step", "host arena", "planning", "bound", "cold start", "losses"]
+    headings += ["offloaded a step", "host arena", "reserved as predicted"]
+    headings += ["planning", "bound", "cold start", "losses"]
     plans = [row for row in rows if "moves" in row]
     return table(headings, [_behaviour(row) for row in plans]) if plans else ""
 
@@ -95,11 +100,17 @@ def _behaviour(row: Row) -> Sequence[str]:
         *(str(row[name]) for name in counts),
         format_bytes(row["offloaded_bytes"]),
         format_bytes(row["arena_bytes"].get("host", 0)),
+        _bytes(row.get("predicted_reserved_bytes")),
         _seconds(row["planning_seconds"]),
         _seconds(row["bound_seconds"]),
         _seconds(row["opening_seconds"] + row["cold_start_seconds"]),
-        _IDENTITY[row["bit_identical"]],
+        _identity(row),
     ]
+
+
+def _identity(row: Row) -> str:
+    text = _IDENTITY[row["bit_identical"]]
+    return text if row["bit_identical"] is None else f"{text}, {row['compared_steps']} steps"
 
 
 _IDENTITY = {True: "identical", False: "DIFFERENT", None: "not compared"}
@@ -107,7 +118,8 @@ _IDENTITY = {True: "identical", False: "DIFFERENT", None: "not compared"}
 
 def _remarks(rows: Iterable[Row]) -> list[str]:
     """What the tables have no column for."""
-    remarks = []
+    rows = list(rows)
+    remarks = _errors(rows)
     for row in rows:
         if "failed" in row:
             remarks.append(f"{_title(row)} failed: `{row['failed']}`.")
@@ -115,6 +127,17 @@ def _remarks(rows: Iterable[Row]) -> list[str]:
             agree = "agree" if row["runs_agree"] else "do NOT agree"
             remarks.append(f"Two runs without a plan {agree} bit for bit.")
     return remarks
+
+
+def _errors(rows: Iterable[Row]) -> list[str]:
+    """How far off the simulator was over all plans of a table that move something."""
+    planned = [row for row in rows if row["contender"] != "empty-plan"]
+    errors = [abs(row["prediction_error"]) for row in planned if "prediction_error" in row]
+    if not errors:
+        return []
+    median, worst = statistics.median(errors), max(errors)
+    both = f"median {percent(median, 1)}, worst {percent(worst, 1)}"
+    return [f"Error of the prediction over {len(errors)} plans: {both}."]
 
 
 def setting_lines(rows: Iterable[Row]) -> str:

@@ -1,7 +1,9 @@
 """The rows of teraio in benchmarks/h200.py: one process that profiles, plans and executes.
 
-Its argument is an order in JSON: see :class:`Order`. The training without a plan is timed first, in
-the same process; the bound of each plan is printed before the plan is executed.
+Its argument is an order in JSON: see :class:`Order`. What takes the GPU's time and brings no figure
+is done once: training without a plan is measured once on a machine and kept, and other processes
+make the plans while a run goes on whose speed does not matter. The bound of each plan is printed
+before the plan is executed.
 """
 
 from __future__ import annotations
@@ -11,52 +13,43 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.h200_figures import (
-        comparison,
-        memory_text,
-        outcome_text,
-        plan_figures,
-        promise_text,
-        run_figures,
-    )
-    from benchmarks.h200_rows import Contender, Setting, emit, say
+    from benchmarks.h200_figures import comparison, outcome_text, promise_text, run_figures
+    from benchmarks.h200_plain import Plain, PlainTraining, Steps, are_same, load_plain
+    from benchmarks.h200_planning import MOVELESS, Planners, PlanWork
+    from benchmarks.h200_rows import Contender, Setting, boot_id, emit, say
     from benchmarks.h200_training import (
         HostMemory,
         Trainee,
-        Window,
         checksum,
         forget_memory,
         made_on,
         peaks,
         prepare_process,
+        run_exactly,
         run_window,
         setup_of,
     )
 else:  # A script's own folder is on its path, the repository's root is not.
-    from h200_figures import (
-        comparison,
-        memory_text,
-        outcome_text,
-        plan_figures,
-        promise_text,
-        run_figures,
-    )
-    from h200_rows import Contender, Setting, emit, say
+    from h200_figures import comparison, outcome_text, promise_text, run_figures
+    from h200_plain import Plain, PlainTraining, Steps, are_same, load_plain
+    from h200_planning import MOVELESS, Planners, PlanWork
+    from h200_rows import Contender, Setting, boot_id, emit, say
     from h200_training import (
         HostMemory,
         Trainee,
-        Window,
         checksum,
         forget_memory,
         made_on,
         peaks,
         prepare_process,
+        run_exactly,
         run_window,
         setup_of,
     )
@@ -72,6 +65,9 @@ from teraio.units import format_bytes, format_seconds, parse_bytes
 LANDING_STEPS = 3
 """More to warm up where a plan has to be laid over other kernels first."""
 
+BRIEF_EXACT_STEPS = 5
+"""Compared bit by bit where the plan is no budget's that must hold: enough to learn and to move."""
+
 PROBE_SIZES_MIB = (4, 16, 64, 128)
 """Sizes of what moves: weights of bench-3.4b are 38 to 393 MB."""
 
@@ -85,7 +81,9 @@ class Order:
     ``folder`` gets trace, hardware and plans; those in ``plans_from`` are used instead of made.
     ``hardware``: a file or preset; None measures this machine. ``time_kernels``: price the fake
     trace with kernels timed here. ``spare_host``: pinned beyond what a plan needs, for what it
-    misses. ``steps``: iterations that are timed, after ``warm_up``.
+    misses. ``exact_steps``: iterations with deterministic algorithms that come first, whose losses
+    are compared with those of plain training. ``steps``: iterations that are timed, after
+    ``warm_up``.
     """
 
     setting: Mapping[str, Any]
@@ -100,19 +98,9 @@ class Order:
     time_kernels: bool = False
     time_limit: float | None = None
     planner: str = "optimal"
+    exact_steps: int = 0
     warm_up: int = 3
     steps: int = 10
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Training without a plan."""
-
-    window: Window
-    losses: list[float]
-    checksum: int
-    memory: dict[str, int]
-    runs_agree: bool | None
 
 
 class Session:
@@ -124,37 +112,48 @@ class Session:
         self.device = self.setting.device
         self.folder = Path(order.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.contenders = [Contender(*given) for given in order.contenders]
+        self._promises: dict[Contender, Future[dict[str, Any]]] = {}
+        num_plans = sum(contender.name != "ideal" for contender in self.contenders)
+        # They load their libraries while the training is traced.
+        is_planning = num_plans > 0 and order.until != "trace"
+        self._planners = Planners(num_plans) if is_planning else None
+
+    def prepare(self) -> None:
+        """Trace and machine, then plans and plain training's losses, as far as they are wanted."""
+        if self._planners is not None:
+            _ = self.trace, self.hardware
+            self._promises = {c: self._promise_of(c) for c in self.contenders if c.name != "ideal"}
+        if self.order.until == "run":
+            self._plain_training.run_for_comparison()
+        if self._planners is not None:
+            # Before anything is timed.
+            self._planners.close()
 
     @cached_property
     def plain(self) -> Plain:
-        """The ideal, timed; with exactness wanted twice, to see whether it is the same twice."""
-        first = self._run_plain()
-        agree = None
-        if self.setting.exact:
-            again = self._run_plain()
-            agree = _same(again, first)
-            say(f"two plain runs agree bit for bit: {agree}")
-            first = min(first, again, key=lambda run: run.window.step_seconds)
-        say(f"ideal {format_seconds(first.window.step_seconds)} {memory_text(first.memory)}")
-        return replace(first, runs_agree=agree)
+        """The ideal, and the losses that every plan must give."""
+        plain = self._plain_training.run()
+        plain.save(self.folder / self._plain_name)
+        return plain
 
-    def _run_plain(self) -> Plain:
-        forget_memory(self.device)
-        host = HostMemory()
-        trainee = Trainee(self.setting)
-        window = run_window(trainee.step, self.order.warm_up, self.order.steps, self.device)
-        memory = peaks(self.device) | host.as_row()
-        losses = [float(loss) for loss in window.losses]
-        return Plain(window, losses, checksum(trainee.model), memory, None)
+    @cached_property
+    def _plain_training(self) -> PlainTraining:
+        order, kept = self.order, self._kept(self._plain_name)
+        steps = Steps(exact=order.exact_steps, warm_up=order.warm_up, timed=order.steps)
+        return PlainTraining(self.setting, steps, None if kept is None else load_plain(kept))
+
+    @property
+    def _plain_name(self) -> str:
+        return f"{self.setting.name}-plain.json"
 
     @cached_property
     def trace(self) -> Trace:
         """Recorded here, or an earlier run's."""
-        name = f"{self.setting.name}.trace"
+        name = self._trace_name
         kept = self._kept(name)
         if kept is not None:
-            say(f"trace of an earlier run: {name}")
-            return Trace.load(kept)
+            return self._loaded(kept)
         forget_memory(self.device)
         trainee = Trainee(self.setting)
         began = time.perf_counter()
@@ -173,14 +172,29 @@ class Session:
         )
         return trace
 
+    def _loaded(self, kept: Path) -> Trace:
+        """A trace of an earlier run, in this run's folder too."""
+        say(f"trace of an earlier run: {kept.name}")
+        trace = Trace.load(kept)
+        if kept.parent.resolve() != self.folder.resolve():
+            trace.save(self.folder / kept.name)
+        return trace
+
+    @property
+    def _trace_name(self) -> str:
+        return f"{self.setting.name}.trace"
+
+    @property
+    def _fake_trace_name(self) -> str:
+        return f"{self.setting.name}-fake.trace"
+
     @cached_property
     def fake_trace(self) -> Trace:
         """The same training traced without its tensors, here or by an earlier run."""
-        name = f"{self.setting.name}-fake.trace"
+        name = self._fake_trace_name
         kept = self._kept(name)
         if kept is not None:
-            say(f"trace of an earlier run: {name}")
-            return Trace.load(kept)
+            return self._loaded(kept)
         forget_memory(self.device)
         setup = setup_of(self.setting)
         fake = teraio.trace(
@@ -222,15 +236,18 @@ class Session:
             hardware = Hardware.load(kept)
         else:
             forget_memory(self.device)
+            began = time.perf_counter()
             hardware = teraio.probe(
                 device=self.device,
+                directory=(),
                 quick=self.order.probe == "quick",
                 sizes=[f"{size}MiB" for size in PROBE_SIZES_MIB] if self.device == "cuda" else None,
                 progress=say,
             )
+            say(f"probed in {time.perf_counter() - began:.0f} s")
         hardware.save(self.folder / "hardware.toml")
         say(hardware.to_toml())
-        return replace(hardware, ssd=())
+        return hardware
 
     def _kept(self, name: str) -> Path | None:
         """What an earlier run left under this name."""
@@ -241,75 +258,71 @@ class Session:
 
     def measure(self, contender: Contender) -> dict[str, Any]:
         """The figures of one row."""
-        plain = self.plain
         if contender.name == "ideal":
-            return plain.window.as_row() | plain.memory | {"runs_agree": plain.runs_agree}
-        plan, row = self.planned(contender)
-        row |= self._execute(plan, lands=contender.name == "fake-trace")
-        row |= comparison(row, plain.window.step_seconds)
+            return self.plain.as_row()
+        row = self.promised(contender)
+        plain = self.plain
+        plan = Plan.load(self._plan_path(contender))
+        row |= self._execute(plan, contender) | {"boot": boot_id()}
+        row |= comparison(row, plain.step_seconds)
         say(outcome_text(contender, row))
         return row
 
-    def planned(self, contender: Contender) -> tuple[Plan, dict[str, Any]]:
-        """The plan of a row, and all that is known before it is executed."""
-        trace = self.trace_of(contender)
-        plan = self._plan(contender, trace)
-        simulated = teraio.simulate(trace, plan, plan.hardware, record=False)
-        row = plan_figures(plan) | {
-            "simulated_seconds": simulated.iteration_seconds,
-            "simulated_evictions": simulated.metadata.evictions,
-            "trace_ideal_seconds": trace.ideal_seconds,
-            "trace_peak_allocated_bytes": trace.peak_allocated_bytes,
-        }
+    def promised(self, contender: Contender) -> dict[str, Any]:
+        """All that is known of a row's plan before it is executed."""
+        row = self._promises[contender].result()
         say(promise_text(contender, row))
-        return plan, row
+        return row
 
     def trace_of(self, contender: Contender) -> Trace:
         """What a contender's plan is made from."""
         return self.fake_trace if contender.name == "fake-trace" else self.trace
 
-    def _plan(self, contender: Contender, trace: Trace) -> Plan:
-        name = f"{self.setting.name}-{contender.label}.plan"
-        kept = self._kept(name)
-        if kept is not None:
-            plan = Plan.load(kept)
-            if plan.metadata.trace_hash == trace.hash:
-                say(f"plan of an earlier run: {name}")
-                return plan
-        if contender.name == "empty-plan":
-            plan = teraio.plan(trace, self.hardware, planner="ideal")
-        else:
-            plan = teraio.plan(
-                trace,
-                self.hardware,
-                planner=self.order.planner,
-                gpu_memory=self._budget_bytes(contender),
-                host_memory=parse_bytes(self.order.host_memory, "host_memory"),
-                transform=contender.transform,
-                time_limit=self.order.time_limit,
-                bound=True,
-            )
-        plan.save(self.folder / name)
-        return plan
+    def _promise_of(self, contender: Contender) -> Future[dict[str, Any]]:
+        """What another process will say of the row's plan; an error is the row's own."""
+        assert self._planners is not None
+        try:
+            return self._planners.start(self._work(contender))
+        except Exception as error:
+            failed: Future[dict[str, Any]] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _work(self, contender: Contender) -> PlanWork:
+        _ = self.trace_of(contender), self.hardware  # Their files are what the planner reads.
+        is_fake = contender.name == "fake-trace"
+        path = self._plan_path(contender)
+        return PlanWork(
+            trace=self.folder / (self._fake_trace_name if is_fake else self._trace_name),
+            hardware=self.folder / "hardware.toml",
+            output=path,
+            kept=self._kept(path.name),
+            planner=MOVELESS if contender.name == "empty-plan" else self.order.planner,
+            gpu_memory=self._budget_bytes(contender),
+            host_memory=self.order.host_memory,
+            transform=contender.transform,
+            time_limit=self.order.time_limit,
+        )
+
+    def _plan_path(self, contender: Contender) -> Path:
+        return self.folder / f"{self.setting.name}-{contender.label}.plan"
 
     def _budget_bytes(self, contender: Contender) -> int:
         """A share of the peak of the measured trace, for the plan of the fake trace too."""
         return int((contender.budget_share or 1.0) * self.trace.peak_allocated_bytes)
 
-    def _execute(self, plan: Plan, *, lands: bool) -> dict[str, Any]:
-        """Train under the plan: seconds, memory, what the run reports, whether bits are equal.
-
-        ``lands``: the plan is of a trace that is not the run's, which takes it some steps to learn.
-        """
+    def _execute(self, plan: Plan, contender: Contender) -> dict[str, Any]:
+        """Train under the plan: seconds, memory, what the run reports, whether bits are equal."""
         forget_memory(self.device)
         trainee = Trainee(self.setting)
         host = HostMemory()
         arena_bytes = plan.metadata.arena_bytes.get(HOST, 0)
         # A plan without moves was made for exactly the peak; it is to show the executor alone.
         gpu_memory = None if len(plan.moves) else self.hardware.gpu[0].memory_bytes
-        # As many in all as without a plan, so that losses can be compared.
-        learning = min(LANDING_STEPS, self.order.steps - 1) if lands else 0
-        warm_up, steps = self.order.warm_up + learning, self.order.steps - learning
+        exact, warm_up = self._exact_steps(contender), self.order.warm_up
+        if contender.name == "fake-trace":
+            # Its plan is not of this run's kernels, which takes some steps to learn.
+            warm_up = max(warm_up, self.order.warm_up + LANDING_STEPS - exact)
         began = time.perf_counter()
         with teraio.execute(
             plan,
@@ -319,46 +332,51 @@ class Session:
             host_memory=arena_bytes + parse_bytes(self.order.spare_host, "spare_host"),
         ) as run:
             opening_seconds = time.perf_counter() - began
-            window = run_window(trainee.step, warm_up, steps, self.device)
+            exact_losses = run_exactly(trainee.step, exact)
+            window = run_window(trainee.step, warm_up, self.order.steps, self.device, exact)
             memory = peaks(self.device) | host.as_row()
         row = window.as_row() | memory | run_figures(run.report)
         row["opening_seconds"] = opening_seconds
-        row["bit_identical"] = self._is_identical(row["losses"], checksum(trainee.model))
+        row["losses"] = [*(float(loss) for loss in exact_losses), *row["losses"]]
+        compared = exact or min(len(row["losses"]), len(self.plain.losses))
+        row["compared_steps"] = compared
+        row["bit_identical"] = self._is_identical(row["losses"], compared, trainee)
         return row
 
-    def _is_identical(self, losses: list[float], parameters: int) -> bool | None:
-        """None where plain training itself was not seen to be the same twice."""
+    def _exact_steps(self, contender: Contender) -> int:
+        given = self.order.exact_steps
+        return given if contender.name == "teraio" else min(given, BRIEF_EXACT_STEPS)
+
+    def _is_identical(self, losses: list[float], compared: int, trainee: Trainee) -> bool | None:
+        """None where plain training was not seen to give the same twice, and this is not the same.
+
+        Parameters are compared where both runs took as many steps, all alike.
+        """
         plain = self.plain
-        if _bits(losses) == _bits(plain.losses) and parameters == plain.checksum:
-            return True
-        return False if plain.runs_agree else None
-
-
-def _same(one: Plain, other: Plain) -> bool:
-    return _bits(one.losses) == _bits(other.losses) and one.checksum == other.checksum
-
-
-def _bits(losses: list[float]) -> list[str]:
-    """Equal for equal bits, also where a loss is not a number."""
-    return [float(loss).hex() for loss in losses]
+        is_same = are_same(losses[:compared], (plain.exact_losses or plain.losses)[:compared])
+        if is_same and not self.order.exact_steps and len(losses) == len(plain.losses):
+            is_same = checksum(trainee.model) == plain.checksum
+        return True if is_same else (False if plain.runs_agree else None)
 
 
 def take(session: Session, contender: Contender) -> None:
     """Do for a row what the order wants done, and hand it on if it is measured."""
     until = session.order.until
-    if until == "run" or contender.name == "ideal":
+    if until == "run":
         emit(contender, session.measure(contender) | {"made_on": made_on(session.device)})
-    elif until == "plan":
-        session.planned(contender)
-    else:
+    elif until == "plan" and contender.name != "ideal":
+        session.promised(contender)
+    elif contender.name != "ideal":
         _ = session.trace_of(contender), session.hardware
 
 
 def main() -> None:
     """Measure what the order says; a row that fails does not keep the others from being tried."""
-    session = Session(Order(**json.loads(sys.argv[1])))
-    prepare_process(session.setting)
-    for contender in (Contender(*given) for given in session.order.contenders):
+    order = Order(**json.loads(sys.argv[1]))
+    prepare_process(Setting(**order.setting))
+    session = Session(order)
+    session.prepare()
+    for contender in session.contenders:
         try:
             take(session, contender)
         except Exception as error:

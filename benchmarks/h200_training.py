@@ -115,16 +115,29 @@ class Window(NamedTuple):
         }
 
 
-def run_window(step: Step, warm_up: int, timed: int, device: str) -> Window:
-    """Iterations to warm up, then timed ones: the median of them, and the window as a whole.
+def run_exactly(step: Step, count: int) -> list[Tensor]:
+    """The first ``count`` iterations with deterministic algorithms; their losses, on the device.
+
+    A plan may be followed across their end: the operators are the same ones.
+    """
+    was_exact = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return [step(number) for number in range(count)]
+    finally:
+        torch.use_deterministic_algorithms(was_exact)
+
+
+def run_window(step: Step, warm_up: int, timed: int, device: str, first: int = 0) -> Window:
+    """Iterations from number ``first`` on, to warm up, then timed: their median, and all of them.
 
     On a GPU by events in its own stream, so that the host may run ahead as it does in training.
     """
-    losses = [step(number) for number in range(warm_up)]
+    losses = [step(number) for number in range(first, first + warm_up)]
     synchronize(device)
     clock = _EventClock() if device == "cuda" else _HostClock()
     clock.mark()
-    for number in range(warm_up, warm_up + timed):
+    for number in range(first + warm_up, first + warm_up + timed):
         losses.append(step(number))
         clock.mark()
     synchronize(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,13 @@ import pytest
 from teraio.contracts.plan import Plan
 
 if TYPE_CHECKING:
-    from benchmarks.h200_rows import Contender, Setting, add_row, load_rows
+    from benchmarks.h200_plain import Plain, PlainTraining, Steps
+    from benchmarks.h200_rows import Contender, Setting, add_row, boot_id, kept_ideal, load_rows
     from benchmarks.h200_tables import page
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from h200_rows import Contender, Setting, add_row, load_rows
+    from h200_plain import Plain, PlainTraining, Steps
+    from h200_rows import Contender, Setting, add_row, boot_id, kept_ideal, load_rows
     from h200_tables import page
 
     sys.path.remove(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -74,8 +77,10 @@ def test_a_run_is_split_into_tracing_planning_and_executing(tmp_path: Path) -> N
     plan = next(kept.glob("*.plan"))
     made[plan] = plan.stat().st_mtime_ns
     assert not rows
-    rows, _ = run(tmp_path, *teraio)
+    rows, _ = run(tmp_path, *teraio, "--exact-steps", "4")
     assert rows[0]["moves"] == len(Plan.load(plan).moves) > 0
+    assert rows[0]["plan_of_earlier_run"]
+    assert (rows[0]["bit_identical"], rows[0]["compared_steps"]) == (True, 4)
     again, _ = run(tmp_path, *teraio)
     assert again == rows, "measured what was there"
     for path, when in made.items():
@@ -87,6 +92,37 @@ def test_a_contender_that_fails_is_a_row_and_leaves_the_page_whole(tmp_path: Pat
     rows, page = run(tmp_path, "--rows", "torchao", fails=True)
     assert [row["contender"] for row in rows if "failed" in row] == ["torchao"]
     assert "torchao CPUOffloadOptimizer failed:" in page
+
+
+def test_plain_training_is_run_once_on_a_machine_and_its_bits_serve_others(tmp_path: Path) -> None:
+    setting = Setting(model="tiny-llama", micro_batch_size=1, sequence=16, device="cpu")
+    steps = Steps(exact=3, warm_up=1, timed=1)
+    training = PlainTraining(setting, steps, None)
+    training.run_for_comparison()
+    first = training.run()
+    assert first.runs_agree is True
+    assert (len(first.exact_losses), len(first.losses)) == (3, 5)
+    path = tmp_path / "plain.json"
+    first.save(path)
+    assert kept_ideal(path) == first.step_seconds
+
+    fewer = PlainTraining(setting, replace(steps, exact=2), first)
+    fewer.run_for_comparison()
+    assert fewer.run() is first, "measured what was known"
+
+    elsewhere = replace(first, boot="another start")
+    elsewhere.save(path)
+    assert kept_ideal(path) is None
+    training = PlainTraining(setting, steps, elsewhere)
+    training.run_for_comparison()
+    timed = training.run()
+    assert (timed.exact_losses, timed.runs_agree) == (first.exact_losses, True)
+    assert (timed.boot, len(timed.losses)) == (boot_id(), 2)
+
+    other_versions: Plain = replace(first, made_on="another machine", exact_losses=[0.0] * 3)
+    training = PlainTraining(setting, steps, other_versions)
+    training.run_for_comparison()
+    assert training.run().exact_losses == first.exact_losses
 
 
 def row_of(contender: Contender, **figures: Any) -> dict[str, Any]:
@@ -108,6 +144,7 @@ def test_a_row_replaces_the_one_of_its_key_but_no_measurement_by_a_failure() -> 
 def test_page_shows_shares_memory_and_reasons() -> None:
     figures = {
         "step_seconds": 2.8,
+        "ideal_seconds": 2.73,
         "share_of_ideal": 0.975,
         "max_memory_allocated": 64_000_000_000,
         "max_memory_reserved": 65_000_000_000,
@@ -125,13 +162,26 @@ def test_page_shows_shares_memory_and_reasons() -> None:
     ]
     lines = page(rows).splitlines()
     assert (
-        "| DeepSpeed ZeRO-3, CPU | 2.80 s | 97.5 % | 64.0 GB | 65.0 GB | 65.1 GB | 2.77 s | -1.0 % "
-        "| 2.74 s | 97.9 % | 30.0 GB |"
+        "| DeepSpeed ZeRO-3, CPU | 2.80 s | 2.73 s | 97.5 % | 64.0 GB | 65.0 GB | 65.1 GB | 2.77 s "
+        "| -1.0 % | 2.74 s | 97.9 % | 30.0 GB |"
     ) in lines
     names = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
     assert names[2:] == ["no offloading (ideal)", *("torchao CPUOffloadOptimizer",), names[-1]]
     assert "torchao CPUOffloadOptimizer failed: `no GPU`." in lines
     assert "Two runs without a plan agree bit for bit." in lines
+
+
+def test_page_has_the_median_and_the_worst_error_of_predictions() -> None:
+    figures = {"step_seconds": 2.8, "prediction_error": 0.0}
+    rows = [
+        row_of(Contender("torchao"), failed="no GPU"),
+        *(
+            row_of(Contender("teraio", share), **figures | {"prediction_error": error})
+            for share, error in ((0.8, 0.01), (0.6, -0.044), (0.5, -0.02))
+        ),
+    ]
+    line = "Error of the prediction over 3 plans: median 2.0 %, worst 4.4 %."
+    assert line in page(rows).splitlines()
 
 
 def test_the_committed_page_is_that_of_the_committed_rows() -> None:
