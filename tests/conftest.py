@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 # Test workers share the cores: threads of torch that wait for each other made them five times
 # slower. Read when torch is imported, also by the processes that tests start.
@@ -35,6 +37,29 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("the folder shared/data is not beside this checkout")
     return SHARED_DATA
+
+
+@pytest.fixture
+def allocator_sees_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a store's thread was the last to hold goes back in the thread that trains, where
+    its death is booked: torch's profiler does not report what other threads free.
+    """
+    from teraio.executor.residency import Residency
+    from teraio.executor.stores.queues import ThreadTransfer
+
+    held: deque[Any] = deque()
+    finish, bury = ThreadTransfer.finish, Residency.bury
+
+    def finish_and_hold(transfer: ThreadTransfer, error: Any) -> None:
+        held.append(transfer._buffer)
+        finish(transfer, error)
+
+    def let_go_and_bury(residency: Residency) -> None:
+        held.clear()
+        bury(residency)
+
+    monkeypatch.setattr(ThreadTransfer, "finish", finish_and_hold)
+    monkeypatch.setattr(Residency, "bury", let_go_and_bury)
 
 
 @pytest.fixture(scope="session")

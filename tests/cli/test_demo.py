@@ -13,6 +13,7 @@ from teraio.cli import main
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("allocator_sees_all")
 def test_demo_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit-identical, within the budget by the allocator's own events, every file readable."""
     from teraio.cli import demonstration

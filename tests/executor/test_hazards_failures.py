@@ -114,6 +114,7 @@ def test_a_kernel_that_is_too_large(loop: Any, train: Any, machine: Any) -> None
 
 @pytest.mark.parametrize("kind", ["evict everything", "on demand", "greedy"])
 @pytest.mark.filterwarnings("ignore:the plan does not fit")
+@pytest.mark.usefixtures("allocator_sees_all")
 def test_the_budget_by_the_allocator(
     kind: str, loop: Any, layers: Any, train: Any, batch: Any, machine: Any
 ) -> None:
