@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,16 @@ from tests.executor.fake_kvikio import fake_library
 
 from teraio.contracts.hardware import Ssd
 from teraio.errors import CapacityError, InputError, StoreError
-from teraio.executor.stores import FileStore, GdsStore, Store, gds, measure_backends, open_ssd, ssd
+from teraio.executor.stores import (
+    FileStore,
+    GdsStore,
+    Store,
+    gds,
+    io_meter,
+    measure_backends,
+    open_ssd,
+    ssd,
+)
 from teraio.executor.stores.io_meter import IoMeter
 from teraio.executor.stores.kvikio_library import KvikioLibrary
 from teraio.executor.stores.ssd import BackendRates
@@ -111,24 +122,22 @@ def test_members_share_the_bytes(backend: str, folders: list[Path], use_kvikio: 
 def test_members_are_served_at_the_same_time(
     backend: str, folders: list[Path], use_kvikio: UseKvikio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Disks that take 20 ms for each request: three of them take a third of the time of one."""
+    """No request ends before one to each of three disks is under way."""
     use_kvikio()
-    real = os.pwritev
+    real, under_way, together = os.pwritev, set[object](), threading.Event()
 
-    def slow(*arguments: object) -> int:
-        time.sleep(0.02)
-        return real(*arguments)  # type: ignore[arg-type]
+    def write(descriptor: int, *arguments: Any) -> int:
+        under_way.add(descriptor)
+        if len(under_way) == 3:
+            together.set()
+        if not together.wait(30):
+            raise OSError(110, "the other disks are idle")
+        return real(descriptor, *arguments)
 
-    monkeypatch.setattr(os, "pwritev", slow)
-    seconds = {}
-    for count in (1, 3):
-        some = folders[:count]
-        store = open_ssd(device_of(some), some, 24 * UNIT, backend=backend)
-        begin = time.perf_counter()
-        store.write(noise(24 * UNIT), 0, 24 * UNIT).wait()
-        seconds[count] = time.perf_counter() - begin
-        store.close()
-    assert seconds[3] < 0.6 * seconds[1]
+    store = open_ssd(device_of(folders), folders, 24 * UNIT, backend=backend)
+    monkeypatch.setattr(os, "pwritev", write)
+    store.write(noise(24 * UNIT), 0, 24 * UNIT).wait()
+    store.close()
 
 
 @pytest.mark.parametrize("backend", ["file", "gds"])
@@ -396,21 +405,25 @@ def test_unknown_backends_are_refused(tmp_path: Path) -> None:
         open_ssd(device_of([tmp_path]), [], MIB, backend="file")
 
 
-def test_busy_time_is_counted_once() -> None:
+def test_busy_time_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests at the same time take as long as one, and idle time counts for none."""
+    clock = [10.0]
+    monkeypatch.setattr(io_meter, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     meter = IoMeter()
     meter.begin()
+    clock[0] += 1
     meter.begin()
-    time.sleep(0.02)
+    clock[0] += 2
     meter.end(5)
+    clock[0] += 4
     meter.end(7)
-    time.sleep(0.05)
+    clock[0] += 8
     with meter.counting(8):
-        time.sleep(0.01)
+        clock[0] += 16
     with pytest.raises(ValueError, match="mine"), meter.counting(100):
         raise ValueError("mine")
     assert meter.nbytes == 20
-    assert 0.03 <= meter.seconds < 0.06
+    assert meter.seconds == 1 + 2 + 4 + 16
 
 
 def refuse_space(*arguments: int) -> None:
