@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 
+from teraio.executor.probing import transfers
 from teraio.executor.probing.effort import QUICK
 from teraio.executor.probing.fitting import KINDS, Timing, fit_rates
 from teraio.executor.probing.transfers import TransferBench, common_window, seconds_per_transfer
@@ -129,10 +129,11 @@ def test_rows_that_never_met_are_taken_whole() -> None:
 class StreamOrderedStore:
     """Transfers of 10 us plus bytes at 10 GB/s that begin after the kernels queued before them.
 
-    It is its own kernels too: ``enqueue`` keeps the compute stream busy.
+    It is its own kernels too: ``enqueue`` keeps the compute stream busy. ``now``: the clock.
     """
 
     def __init__(self) -> None:
+        self.now = 100.0
         self.gates: list[float] = []
         self._busy_until = 0.0
         self._free_at = {False: 0.0, True: 0.0}
@@ -140,7 +141,7 @@ class StreamOrderedStore:
     def enqueue(self, seconds: float) -> None:
         """The compute stream is busy from now on, or from when it would have been free."""
         self.gates.append(seconds)
-        self._busy_until = max(self._busy_until, time.perf_counter()) + seconds
+        self._busy_until = max(self._busy_until, self.now) + seconds
 
     def finish(self) -> None:
         """The kernels have ended."""
@@ -155,15 +156,17 @@ class StreamOrderedStore:
         return self._transfer(False, nbytes)
 
     def _transfer(self, is_write: bool, nbytes: int) -> Transfer:
-        time.sleep(0.4e-3)
-        start = max(self._free_at[is_write], self._busy_until, time.perf_counter())
+        self.now += 0.4e-3
+        start = max(self._free_at[is_write], self._busy_until, self.now)
         end = self._free_at[is_write] = start + 10e-6 + nbytes / 10e9
         return row((start, end))[0]
 
 
-def test_time_to_issue_is_no_time_of_the_channel() -> None:
+def test_time_to_issue_is_no_time_of_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels hold the transfers back until all are issued, as long as that takes here."""
     store = StreamOrderedStore()
+    clock = SimpleNamespace(perf_counter=lambda: store.now)
+    monkeypatch.setattr(transfers, "time", clock)
     bench = TransferBench(
         cast(Store, store),
         "cpu",
