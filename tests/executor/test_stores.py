@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ from tests.executor.fake_kvikio import fake_library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraio.errors import CapacityError, InputError, StoreError
-from teraio.executor.stores import FileStore, GdsStore, HostStore, Store, VerifiedStore, gds
+from teraio.executor.stores import (
+    FileStore,
+    GdsStore,
+    HostStore,
+    Store,
+    Transfer,
+    VerifiedStore,
+    gds,
+)
+from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer
 
 MIB = 2**20
 SIZES = [0, 1, 511, 512, 513, 4095, 4097, 3 * MIB + 5]
@@ -196,7 +206,7 @@ def test_a_queue_serves_in_order_of_issue(make_store: MakeStore, device: str) ->
 
 
 def test_urgent_transfers_come_first_but_not_before_their_bytes(
-    make_store: MakeStore, device: str
+    make_store: MakeStore, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A demand fetch overtakes queued reads, yet waits for the write that it depends on."""
     store = make_store(chunk_bytes=256 * 1024)
@@ -205,14 +215,36 @@ def test_urgent_transfers_come_first_but_not_before_their_bytes(
     fresh, wanted = random_bytes(4096, device, 5), torch.zeros(4096, dtype=torch.uint8).to(device)
     destination = destination.to(device)
     early, late = now_and_later(device)
-    queued = [store.read(destination, 0, len(source), after=late) for _ in range(24)]
-    store.write(fresh, 8 * MIB, 4096, after=early)
+    issued = hold_queued_reads(monkeypatch)
+    queued = [store.read(destination, 0, len(source), after=late) for _ in range(4)]
+    write = store.write(fresh, 8 * MIB, 4096, after=early)
     urgent = store.read(wanted, 8 * MIB, 4096, after=early, urgent=True)
+    issued.set_result(write)
     urgent.wait()
     for transfer in queued:
         transfer.wait()
     assert torch.equal(wanted, fresh)
     assert urgent.end_seconds < queued[-1].end_seconds
+
+
+def hold_queued_reads(monkeypatch: pytest.MonkeyPatch) -> Future[Transfer]:
+    """Let threads begin no read that is not urgent before the future has a write, and only one
+    before that has ended: else a busy machine may serve all of them before the next call, or the
+    write. Streams of a GPU wait for events of theirs.
+    """
+    move_in_chunks, begun = ThreadQueues._move_in_chunks, list[ThreadTransfer]()
+    issued: Future[Transfer] = Future()
+
+    def held(queues: ThreadQueues, transfer: ThreadTransfer) -> None:
+        if not (transfer.is_write or transfer.is_urgent):
+            write = issued.result(60)
+            if begun:
+                write.wait()
+            begun.append(transfer)
+        move_in_chunks(queues, transfer)
+
+    monkeypatch.setattr(ThreadQueues, "_move_in_chunks", held)
+    return issued
 
 
 def test_crossed_urgent_and_queued_transfers_do_not_deadlock(
