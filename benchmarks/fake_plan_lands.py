@@ -4,7 +4,9 @@
 
 The model is traced with fake tensors, its kernels priced from the table of GPUs or a timing file,
 planned for a share of its peak, and trained under that plan; beside it the same training without
-one. Prints hardware, versions and one JSON object.
+one. Prints hardware, versions and one JSON object; --output gets each run as it ends, and a run
+that is there is not repeated. (The row fake-trace of h200.py is the same beside a plan of the
+measured trace.)
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ import os
 import platform
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.partial_results import Findings
+else:  # A script's own folder is on its path, the repository's root is not.
+    from partial_results import Findings
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -42,9 +50,15 @@ def main() -> None:
     setup = TrainingSetup(model=options.model, dtype=options.dtype, **sizes)
     hardware = _machine(options, fake)
     plan = teraio.plan(fake, hardware)
-    plain = _train(setup, options, None)
-    executed = _train(setup, options, plan)
+    findings = Findings(options.output, {"plan": plan.metadata.trace_hash, **_subject(options)})
+    plain = findings.find("plain", lambda: _train(setup, options, None))
+    executed = findings.find("executed", lambda: _train(setup, options, plan))
     print(json.dumps(_figures(options, fake, plan, plain, executed), indent=1))
+
+
+def _subject(options: argparse.Namespace) -> dict[str, str]:
+    """Options that decide what is found."""
+    return {name: str(value) for name, value in vars(options).items() if name != "output"}
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,14 +72,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.8)
     parser.add_argument("--host-memory", default="24GB")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--hardware", help="file or preset [default: measure this machine]")
+    parser.add_argument("--output", type=Path, help="file of the runs so far")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 
 def _machine(options: argparse.Namespace, fake: Trace) -> Hardware:
-    probed = teraio.probe(device=options.device, quick=True)
+    if options.hardware is not None:
+        machine = Hardware.load(options.hardware)
+    else:
+        machine = teraio.probe(device=options.device, directory=(), quick=True)
     budget_bytes = int(options.share * fake.peak_allocated_bytes)
-    return probed.with_budgets(gpu_memory=budget_bytes, host_memory=options.host_memory)
+    return replace(machine, ssd=()).with_budgets(
+        gpu_memory=budget_bytes, host_memory=options.host_memory
+    )
 
 
 def _train(setup: TrainingSetup, options: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Its C++ operators are compiled on first use. ``TORCH_EXTENSIONS_DIR`` should out
 build that was killed leaves a lock for which the next one would wait without end, so locks are
 removed before the operators are loaded (nobody else uses the folder). The libraries and headers of
 ``libaio`` that ``libaio`` in the folder holds (``dpkg -x``) are found.
+
+    python benchmarks/h200_deepspeed.py h200-output    # compiles them ahead, beside other work
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,3 +132,14 @@ def _load_operators(*, nvme: bool) -> None:
     op_builder.CPUAdamBuilder().load()
     if nvme:
         op_builder.AsyncIOBuilder().load()
+
+
+def main() -> None:
+    """Compile the operators into the output folder of benchmarks/h200.py."""
+    folder = Path(sys.argv[1]).resolve()
+    _set_environment(folder)
+    _load_operators(nvme=(folder / "libaio").exists())
+
+
+if __name__ == "__main__":
+    main()

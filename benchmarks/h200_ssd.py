@@ -6,7 +6,11 @@ beside the prediction, and with every transfer's checksum compared, for many ste
 compared bit by bit. Prints lines for people and one JSON object.
 
     python benchmarks/h200_ssd.py --directory /mnt/nvme --share 0.95 --checked-steps 100
+    python benchmarks/h200_ssd.py --kept FOLDER --output ssd.json     # in parts: goes on
     python benchmarks/h200_ssd.py --smoke
+
+--kept is a folder for trace, hardware and plan, each made only if it is not there; --output gets
+the plain run, the timed and the checked one as each ends, and what it has is not run again.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
         prepare_process,
         run_window,
     )
+    from benchmarks.partial_results import Findings, kept
 else:  # A script's own folder is on its path, the repository's root is not.
     from h200_rows import Setting
     from h200_training import (
@@ -41,10 +46,12 @@ else:  # A script's own folder is on its path, the repository's root is not.
         prepare_process,
         run_window,
     )
+    from partial_results import Findings, kept
 
 import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
+from teraio.contracts.timeline import Timeline
 from teraio.executor.report import RunReport
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes, format_rate, format_seconds
@@ -53,17 +60,15 @@ WARM_UP = 4
 SETTLED = 0.3
 """Share of the checked steps after which memory must no longer grow."""
 
-GPU = Setting(model="bench-0.7b", micro_batch_size=4, exact=True)
+GPU = Setting(model="bench-0.7b", micro_batch_size=2, exact=True)
 TOY = Setting(model="tiny-llama", micro_batch_size=2, sequence=16, exact=True, device="cpu")
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A run whose transfers were compared."""
-
-    report: RunReport
-    losses: list[float]
-    grown_bytes: int
+SUBJECT = (
+    *("smoke", "micro_batch_size", "share", "planner", "bandwidth_share", "ssd_backend"),
+    *("timed_steps", "checked_steps"),
+)
+"""Options that decide what is found."""
 
 
 def say(text: str) -> None:
@@ -125,7 +130,47 @@ def execute(
     return run.report, used
 
 
-def checked(plan: Plan, setting: Setting, options: argparse.Namespace) -> Checked:
+def plainly(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+    """Without a plan: seconds of a step, and the losses of as many steps as are checked."""
+    trainee = Trainee(setting)
+    window = run_window(trainee.step, 0, options.checked_steps, setting.device)
+    say(f"plain {format_seconds(window.step_seconds)}")
+    return window.as_row()
+
+
+def timed(
+    plan: Plan, predicted: Timeline, setting: Setting, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Unchecked: its time and stalls beside those predicted, memory, what the files did."""
+    report, window = execute(
+        plan,
+        setting,
+        options,
+        lambda step: run_window(step, WARM_UP, options.timed_steps, setting.device),
+    )
+    for use in report.ssd_files:
+        rates = [format_rate(rate) for rate in (use.read_rate, use.write_rate) if rate]
+        say(f"{use.path}: {use.backend}, read and write {rates}")
+    measured, simulated = window.step_seconds, predicted.iteration_seconds
+    say(f"measured {format_seconds(measured)}, simulated {format_seconds(simulated)}")
+    account, expected = report.timeline.metadata, predicted.metadata
+    return {
+        "budget_bytes": report.budget_bytes,
+        "simulated_seconds": simulated,
+        "measured_seconds": measured,
+        "error": measured / simulated - 1,
+        "stall_seconds": {
+            "read": [account.stall_read_seconds, expected.stall_read_seconds],
+            "memory": [account.stall_memory_seconds, expected.stall_memory_seconds],
+        },
+        "demand_fetches": report.demand_fetches,
+        "evictions": report.evictions,
+        "ssd_files": [vars(use) for use in report.ssd_files],
+        **peaks(setting.device),
+    }
+
+
+def checked(plan: Plan, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """Many steps with every transfer compared; memory is looked at along the way."""
     settled = round(SETTLED * options.checked_steps)
     resident: list[int] = []
@@ -139,63 +184,58 @@ def checked(plan: Plan, setting: Setting, options: argparse.Namespace) -> Checke
         return [float(loss) for loss in losses]
 
     report, losses = execute(plan, setting, options, train, verify_transfers=True)
-    return Checked(report, losses, resident[-1] - resident[0])
+    return {
+        "losses": losses,
+        "verified_reads": report.verified_reads,
+        "resident_grown_bytes": resident[-1] - resident[0],
+    }
 
 
 def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """All figures, as far as an earlier run has not found them."""
     prepare_process(setting)
-    trainee = Trainee(setting)
-    plain = run_window(trainee.step, 0, options.checked_steps, setting.device)
-    plain_losses = [float(loss) for loss in plain.losses]
-    del trainee
-    say(f"plain {format_seconds(plain.step_seconds)}")
-    trace = traced(setting)
+    findings = Findings(options.output, {name: getattr(options, name) for name in SUBJECT})
+
+    def path(name: str) -> Path | None:
+        return None if options.kept is None else options.kept / f"ssd-{setting.name}-{name}"
+
+    plain = findings.find("plain", lambda: plainly(setting, options))
+    trace = kept(path("trace"), Trace.load, lambda: traced(setting))
     forget_memory(setting.device)
-    hardware = teraio.probe(
-        device=setting.device, directory=options.directory, quick=options.quick, progress=say
+    hardware = kept(path("hardware.toml"), Hardware.load, lambda: probed(setting, options))
+    plan = kept(
+        path(f"{options.share:g}.plan"), Plan.load, lambda: planned(trace, hardware, options)
     )
-    plan = planned(trace, hardware, options)
     predicted = teraio.simulate(trace, plan, plan.hardware)
-    moved = predicted.metadata.channel_bytes
-    say(f"{plan}; moves {moved}")
-    report, window = execute(
-        plan,
-        setting,
-        options,
-        lambda step: run_window(step, WARM_UP, options.timed_steps, setting.device),
-    )
-    memory = peaks(setting.device)
-    measured, simulated = window.step_seconds, predicted.iteration_seconds
-    for use in report.ssd_files:
-        rates = [format_rate(rate) for rate in (use.read_rate, use.write_rate) if rate]
-        say(f"{use.path}: {use.backend}, read and write {rates}")
-    say(f"measured {format_seconds(measured)}, simulated {format_seconds(simulated)}")
-    proof = checked(plan, setting, options)
-    account, expected = report.timeline.metadata, predicted.metadata
+    say(f"{plan}; moves {predicted.metadata.channel_bytes}")
+    run = findings.find("timed", lambda: timed(plan, predicted, setting, options))
+    proof = findings.find("checked", lambda: checked(plan, setting, options))
     return {
         "made_on": made_on(setting.device),
         "setting": setting.title,
-        "plain_seconds": plain.step_seconds,
+        "plain_seconds": plain["step_seconds"],
         "peak_allocated_bytes": trace.peak_allocated_bytes,
-        "budget_bytes": report.budget_bytes,
-        "bytes_per_step": moved,
-        "simulated_seconds": simulated,
-        "measured_seconds": measured,
-        "error": measured / simulated - 1,
-        "stall_seconds": {
-            "read": [account.stall_read_seconds, expected.stall_read_seconds],
-            "memory": [account.stall_memory_seconds, expected.stall_memory_seconds],
-        },
-        "demand_fetches": report.demand_fetches,
-        "evictions": report.evictions,
-        "ssd_files": [vars(use) for use in report.ssd_files],
+        "bytes_per_step": predicted.metadata.channel_bytes,
+        **run,
         "checked_steps": options.checked_steps,
-        "verified_reads": proof.report.verified_reads,
-        "losses_identical": proof.losses == plain_losses,
-        "resident_grown_bytes": proof.grown_bytes,
-        **memory,
+        "verified_reads": proof["verified_reads"],
+        "losses_identical": proof["losses"] == plain["losses"],
+        "resident_grown_bytes": proof["resident_grown_bytes"],
     }
+
+
+def probed(setting: Setting, options: argparse.Namespace) -> Hardware:
+    """This machine; its disk at the sizes that are moved, for long enough to be past its cache."""
+    if options.hardware is not None:
+        return Hardware.load(options.hardware)
+    return teraio.probe(
+        device=setting.device,
+        directory=options.directory,
+        quick=options.quick,
+        sizes=options.sizes.split(",") if options.sizes else None,
+        sustained=options.sustained,
+        progress=say,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -208,9 +248,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bandwidth-share", type=float, default=0.9)
     parser.add_argument("--time-limit", type=float, default=60.0)
     parser.add_argument("--ssd-backend", default="auto", choices=["auto", "gds", "file"])
+    parser.add_argument("--micro-batch-size", type=int, help=f"[default: {GPU.micro_batch_size}]")
     parser.add_argument("--timed-steps", type=int, default=10)
     parser.add_argument("--checked-steps", type=int, default=100)
+    parser.add_argument("--hardware", help="file [default: probe]")
     parser.add_argument("--quick", action="store_true", help="probe in seconds, roughly")
+    parser.add_argument("--sizes", help="of the probe's transfers, such as 16MiB,64MiB")
+    parser.add_argument("--sustained", type=float, help="seconds for which the probe writes")
+    parser.add_argument("--kept", type=Path, help="folder for trace, hardware and plan")
+    parser.add_argument("--output", type=Path, help="file of what each part has found")
     parser.add_argument("--smoke", action="store_true", help="toy size on a CPU")
     return parser.parse_args()
 
@@ -219,7 +265,10 @@ def main() -> None:
     options = parse()
     if options.smoke:
         options.quick, options.checked_steps, options.timed_steps = True, 20, 5
-    found = measure(TOY if options.smoke else GPU, options)
+    setting = TOY if options.smoke else GPU
+    if options.micro_batch_size is not None:
+        setting = replace(setting, micro_batch_size=options.micro_batch_size)
+    found = measure(setting, options)
     print(json.dumps(found))
     say(
         f"error {found['error']:+.1%}, {found['verified_reads']} reads verified, losses identical: "

@@ -3,11 +3,14 @@
     python benchmarks/never_fits.py --ssd-path /mnt/nvme
     python benchmarks/never_fits.py --model bench-3.4b --gpu-memory 18GB --host-memory 30GB \
         --ssd-path /mnt/nvme --reference
+    python benchmarks/never_fits.py --kept FOLDER --hardware FILE --until plan    # without a GPU
+    python benchmarks/never_fits.py --kept FOLDER --output never_fits.json
 
 The model is traced without a GPU, planned for the machine at hand, built inside the run, every
 parameter in its tier, and trained; with --reference also without any offloading, and the losses are
-compared bit for bit. Prints one JSON object at the end. --plan keeps a plan, or uses one that was
-kept, so that planning and running can be done apart; --smoke is a run of seconds on a CPU.
+compared bit for bit. Prints one JSON object at the end. --kept is a folder for trace and plan, made
+once, so that planning and running can be done apart. --output gets what is known after every step;
+a run or a reference that is whole there is not repeated. --smoke is a run of seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ if TYPE_CHECKING:
         made_on,
         peaks,
         prepare_process,
+        run_told,
         setup_of,
         synchronize,
     )
+    from benchmarks.partial_results import Findings, kept
 else:  # A script's own folder is on its path, the repository's root is not.
     from h200_rows import Setting, say
     from h200_training import (
@@ -43,9 +48,11 @@ else:  # A script's own folder is on its path, the repository's root is not.
         made_on,
         peaks,
         prepare_process,
+        run_told,
         setup_of,
         synchronize,
     )
+    from partial_results import Findings, kept
 
 import torch
 from torch import nn
@@ -78,20 +85,44 @@ REPORTED = (
 )
 
 
+SUBJECT = (
+    *("model", "micro_batch_size", "sequence", "checkpoint", "optimizer", "transform"),
+    *("gpu_memory", "spare_gpu", "host_memory", "planner", "steps", "device"),
+)
+"""Options that decide what is found."""
+
+
 def main() -> None:
     """Plan or take a plan, train under it, compare, print."""
     options = _arguments()
     setting = _setting(options)
     prepare_process(setting)
-    trace = _trace(options, setting)
+    trace = kept(_kept(options, "trace"), Trace.load, lambda: _trace(options, setting))
+    if options.smoke:
+        _fit_to_toy(options, trace)
     plan = _plan(options, trace)
-    figures = _figures(options, trace, plan)
+    findings = Findings(options.output, {name: getattr(options, name) for name in SUBJECT})
+    for name, value in _figures(options, trace, plan).items():
+        findings.add(name, value)
     if options.until == "run":
-        figures["run"] = _train(options, setting, plan)
+        run = findings.find("run", lambda: _train(options, setting, plan, findings))
+        findings.add("prediction_error", plan.predicted_seconds / run["step_seconds"] - 1)
         if options.reference:
-            figures["reference"] = _train_plainly(options, setting)
-            figures["same_losses"] = figures["reference"]["losses"] == figures["run"]["losses"]
-    print(json.dumps(figures, indent=1, default=str))
+            reference = findings.find("reference", lambda: _train_plainly(options, setting))
+            findings.add("same_losses", reference["losses"] == run["losses"])
+    print(json.dumps(findings.values, indent=1, default=str))
+
+
+def _kept(options: argparse.Namespace, what: str) -> Path | None:
+    """Where the trace or the plan is kept."""
+    if options.kept is None:
+        return None
+    names = ["model", "micro_batch_size", "sequence", "checkpoint", "optimizer"]
+    if what == "plan":
+        names += ["transform", "gpu_memory", "spare_gpu", "host_memory"]
+    parts = [str(getattr(options, name)) for name in names if getattr(options, name) is not None]
+    folder: Path = options.kept
+    return folder / f"never-fits-{'-'.join(parts)}.{what}"
 
 
 def _arguments() -> argparse.Namespace:
@@ -111,7 +142,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hardware", default="probe", help="file or preset; probe: measure it")
     parser.add_argument("--planner", default="optimal")
     parser.add_argument("--time-limit", type=float, default=120, help="of the planner, seconds")
-    parser.add_argument("--plan", type=Path, help="use this plan; made and kept if it is not there")
+    parser.add_argument(
+        "--kept", type=Path, help="folder for trace and plan, used if they are there"
+    )
+    parser.add_argument("--output", type=Path, help="file of what is known after every step")
     parser.add_argument("--until", choices=("plan", "run"), default="run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--save", type=Path, help="save the state there at the end, and time it")
@@ -162,16 +196,22 @@ def _state_bytes(trace: Trace) -> int:
     return 4 * int(trace.storages.nbytes[trace.storages.kind == "parameter"].sum())
 
 
+def _fit_to_toy(options: argparse.Namespace, trace: Trace) -> None:
+    """Budgets of a smoke run: of two thirds of the state some has no room in memory either."""
+    state_bytes = _state_bytes(trace)
+    options.gpu_memory = trace.peak_allocated_bytes - state_bytes * 2 // 3
+    options.host_memory = state_bytes * 2 // 5
+
+
 def _plan(options: argparse.Namespace, trace: Trace) -> Plan:
-    if options.smoke:
-        state_bytes = _state_bytes(trace)
-        options.gpu_memory = trace.peak_allocated_bytes - state_bytes * 2 // 3
-        options.host_memory = state_bytes * 2 // 5
-    if options.plan is not None and options.plan.exists():
-        plan = Plan.load(options.plan)
-        if plan.metadata.trace_hash != trace.hash:
-            raise SystemExit(f"{options.plan}: is of another training; remove it or name another")
-        return plan
+    path = _kept(options, "plan")
+    plan = kept(path, Plan.load, lambda: _made_plan(options, trace))
+    if plan.metadata.trace_hash != trace.hash:
+        raise SystemExit(f"{path}: is of another training; remove it or name another folder")
+    return plan
+
+
+def _made_plan(options: argparse.Namespace, trace: Trace) -> Plan:
     began = time.perf_counter()
     plan = teraio.plan(
         trace,
@@ -184,8 +224,6 @@ def _plan(options: argparse.Namespace, trace: Trace) -> Plan:
         bound=options.planner == "optimal",
     )
     say(f"planned in {time.perf_counter() - began:.0f} s: {plan}")
-    if options.plan is not None:
-        plan.save(options.plan)
     return plan
 
 
@@ -204,7 +242,11 @@ def _machine(options: argparse.Namespace) -> Hardware:
         machine = Hardware.load(options.hardware)
     # A file system that is filled to the last block is slow, and others may need some of it.
     room_bytes = shutil.disk_usage(options.ssd_path).free * 9 // 10
-    ssds = [replace(ssd, capacity_bytes=min(ssd.capacity_bytes, room_bytes)) for ssd in machine.ssd]
+    is_this_one = options.until == "run" or options.hardware == "probe"
+    ssds = [
+        replace(ssd, capacity_bytes=min(ssd.capacity_bytes, room_bytes)) if is_this_one else ssd
+        for ssd in machine.ssd
+    ]
     if options.smoke:
         bounce, io = SMOKE_BOUNCE_BYTES, SMOKE_BOUNCE_BYTES // 4
         ssds = [replace(ssd, bounce_bytes=bounce, preferred_io_bytes=io) for ssd in ssds]
@@ -234,7 +276,9 @@ def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str,
     }
 
 
-def _train(options: argparse.Namespace, setting: Setting, plan: Plan) -> dict[str, Any]:
+def _train(
+    options: argparse.Namespace, setting: Setting, plan: Plan, findings: Findings
+) -> dict[str, Any]:
     """Build the model within the budget and train it: seconds of each step, the first one cold."""
     forget_memory(options.device)
     host = HostMemory()
@@ -258,7 +302,7 @@ def _train(options: argparse.Namespace, setting: Setting, plan: Plan) -> dict[st
         run.build(make)
         synchronize(options.device)
         marks.append(time.perf_counter())
-        figures |= _steps(options, made[0])
+        figures |= _steps(options, made[0], findings)
         figures |= peaks(options.device) | host.as_row()
         if options.save is not None:
             began = time.perf_counter()
@@ -280,16 +324,19 @@ def _train_plainly(options: argparse.Namespace, setting: Setting) -> dict[str, A
     return figures | peaks(options.device)
 
 
-def _steps(options: argparse.Namespace, trainee: Trainee) -> dict[str, Any]:
+def _steps(
+    options: argparse.Namespace, trainee: Trainee, findings: Findings | None = None
+) -> dict[str, Any]:
     """Losses stay tensors: what reads them inside a run would be one more kernel."""
-    losses: list[torch.Tensor] = []
-    seconds = []
-    for number in range(options.steps):
-        began = time.perf_counter()
-        losses.append(trainee.step(number))
-        synchronize(options.device)
-        seconds.append(time.perf_counter() - began)
-        say(f"step {number}: {format_seconds(seconds[-1])}")
+    told: list[float] = []
+
+    def tell(number: int, seconds: float) -> None:
+        say(f"step {number}: {format_seconds(seconds)}")
+        told.append(seconds)
+        if findings is not None:
+            findings.add("seconds_so_far", told)
+
+    losses, seconds = run_told(trainee.step, options.steps, options.device, tell)
     return {
         "losses": losses,
         "all_step_seconds": seconds,

@@ -4,6 +4,7 @@
     python benchmarks/replay_accuracy.py --device cpu --scale 0.05 --slower 25
     python benchmarks/replay_accuracy.py --smoke    # seconds, on a CPU, for tests
 
+--output gets each row as it comes, and a row that is there is not played again.
 Prints one JSON object: per planner and budget the predicted and the replayed iteration, their
 difference, what of it are waits for transfers, and both accounts of stalls. Transfers are real; a
 stand-in takes each kernel's time.
@@ -14,6 +15,7 @@ memory is so much slower than a GPU's link.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -32,8 +34,10 @@ from teraio.executor.replaying.scaling import scaled_trace
 from teraio.traces.trace import Trace
 
 if TYPE_CHECKING:
+    from benchmarks.partial_results import Findings
     from benchmarks.synthetic import SyntheticModel, synthetic_trace
 else:  # A script's own folder is on its path, the repository's root is not.
+    from partial_results import Findings
     from synthetic import SyntheticModel, synthetic_trace
 
 
@@ -44,35 +48,47 @@ def main() -> None:
     if options.scale != 1:
         trace = scaled_trace(trace, options.scale)
     hardware = Hardware.load(options.hardware) if options.hardware else _measured(options)
-    rows = [
-        _row(trace, hardware, planner, share, options)
-        for share in options.budgets
-        for planner in options.planners
-    ]
-    errors = [abs(row["error"]) for row in rows]
-    of_transfers = [abs(row["error_of_transfers"]) for row in rows]
-    result = {
-        "machine": _machine(options.device),
-        "versions": {
-            "teraio": teraio.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-        "options": {name: str(value) for name, value in vars(options).items()},
-        "trace": {
-            "model": trace.metadata.model,
-            "kernels": trace.num_kernels,
-            "ideal_seconds": trace.ideal_seconds,
-            "peak_bytes": trace.peak_allocated_bytes,
-        },
-        "hardware": hardware.to_toml(),
-        "rows": rows,
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "median_error_of_transfers": statistics.median(of_transfers),
-        "worst_error_of_transfers": max(of_transfers),
+    subject = {"trace": trace.hash, "hardware": hardware.to_toml(), "options": _subject(options)}
+    findings = Findings(options.output, subject)
+    findings.add("machine", _machine(options.device))
+    findings.add("versions", _versions())
+    findings.add("options", {name: str(value) for name, value in vars(options).items()})
+    findings.add("trace", _described(trace))
+    findings.add("hardware", hardware.to_toml())
+    rows = findings.get("rows", [])
+    known = {(row["planner"], row["budget"]) for row in rows}
+    for share, planner in itertools.product(options.budgets, options.planners):
+        if (planner, share) not in known:
+            rows.append(_row(trace, hardware, planner, share, options))
+            findings.add("rows", rows)
+    for name in ("error", "error_of_transfers"):
+        errors = [abs(row[name]) for row in rows]
+        findings.add(f"median_{name}", statistics.median(errors))
+        findings.add(f"worst_{name}", max(errors))
+    print(json.dumps(findings.values, indent=2))
+
+
+def _subject(options: argparse.Namespace) -> dict[str, str]:
+    """Options that decide what a row says, beside its planner and budget."""
+    others = ("output", "planners", "budgets", "hardware", "trace")
+    return {name: str(value) for name, value in vars(options).items() if name not in others}
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "teraio": teraio.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
     }
-    print(json.dumps(result, indent=2))
+
+
+def _described(trace: Trace) -> dict[str, Any]:
+    return {
+        "model": trace.metadata.model,
+        "kernels": trace.num_kernels,
+        "ideal_seconds": trace.ideal_seconds,
+        "peak_bytes": trace.peak_allocated_bytes,
+    }
 
 
 def _options() -> argparse.Namespace:
@@ -94,6 +110,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--verify", choices=("full", "sampled", "off"))
     parser.add_argument("--memory-traffic", action="store_true")
+    parser.add_argument("--output", type=Path, help="file of the rows so far")
     parser.add_argument("--budgets", default="0.8,0.6", help="shares of the peak")
     parser.add_argument("--planners", default="optimal,greedy,zero-offload,on-demand")
     options = parser.parse_args()
@@ -126,7 +143,8 @@ def _slower(trace: Trace, factor: float) -> Trace:
 
 
 def _measured(options: argparse.Namespace) -> Hardware:
-    return teraio.probe(device=options.device, directory=options.ssd_path, quick=True)
+    # A disk that nobody named is not measured: on a GPU that takes most of a probe's time.
+    return teraio.probe(device=options.device, directory=options.ssd_path or (), quick=True)
 
 
 def _row(

@@ -1,6 +1,6 @@
 r"""Two ranks under plans of their own: as fast as predicted, and the same numbers to the bit?
 
-    torchrun --nproc-per-node 2 benchmarks/two_gpus.py --parallel ddp
+    torchrun --nproc-per-node 2 benchmarks/two_gpus.py --output two_gpus     # all three ways
     torchrun --nproc-per-node 2 benchmarks/two_gpus.py --parallel fsdp2 --model bench-3.4b
     torchrun --nproc-per-node 2 benchmarks/two_gpus.py --parallel pipeline --micro-batches 4
     torchrun --nproc-per-node 2 benchmarks/two_gpus.py --parallel ddp --device cpu \
@@ -8,19 +8,27 @@ r"""Two ranks under plans of their own: as fast as predicted, and the same numbe
 
 Each rank trains without a plan (twice: two plain runs must agree first), records its trace, plans
 for its share of the node and of its own peak, and trains under its plan. Each prints one JSON
-object: seconds of a step plain, executed and predicted, peaks, the budget, and what differs.
+object for each way: seconds of a step plain, executed and predicted, peaks, the budget, and what
+differs. --output FOLDER keeps them as they come; what all ranks have there is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import platform
 import statistics
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.partial_results import Findings
+else:  # A script's own folder is on its path, the repository's root is not.
+    from partial_results import Findings
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -29,13 +37,15 @@ import torch
 from torch import distributed, nn
 
 import teraio
-from teraio.contracts.hardware import Hardware
+from teraio.contracts.hardware import HOST, Hardware
 from teraio.contracts.plan import Plan
 from teraio.planner import plan_ranks
 from teraio.profiler.training import Training, TrainingSetup, build_training
 from teraio.profiler.training.loop import accumulate_gradients
 from teraio.traces.trace import Trace
 
+WAYS = ("ddp", "fsdp2", "pipeline")
+SPARE_HOST_BYTES = 10**9
 PROFILED_STEPS = 12
 """Enough for the recorder everywhere; all ranks must take as many."""
 
@@ -51,27 +61,60 @@ REPORTED = (
 )
 
 
+SUBJECT = (
+    *("model", "sequence", "micro_batch_size", "micro_batches", "dtype", "share", "planner"),
+    *("steps", "device"),
+)
+"""Options that decide what is found."""
+
+
 def main() -> None:
     """Train in every way on this rank and print what came of it."""
     options = _arguments()
     _prepare(options)
     try:
-        plain, expected = _measured(options, None)
-        again, found = _measured(options, None)
-        plain["same_again"] = _differences(expected, found) == []
-        del found
-        trace = _profiled(options)
-        plan = _planned(options, trace)
-        executed, found = _measured(options, plan)
-        executed["differences"] = _differences(expected, found)
-        print(json.dumps(_figures(options, trace, plan, [plain, again], executed)), flush=True)
+        findings = _findings(options)
+        hardware: Hardware | None = None
+        for parallel in options.parallel:
+            options.way = parallel
+            if not _all_have(findings, parallel, options):
+                hardware = hardware or _node(options)
+                findings.add(parallel, _figures(options, *_trained(options, hardware)))
+            print(json.dumps(findings[parallel], default=str), flush=True)
     finally:
         distributed.destroy_process_group()
 
 
+def _findings(options: argparse.Namespace) -> Findings:
+    rank = distributed.get_rank()
+    path = None if options.output is None else options.output / f"two_gpus.rank{rank}.json"
+    return Findings(path, {name: getattr(options, name) for name in SUBJECT})
+
+
+def _all_have(findings: Findings, parallel: str, options: argparse.Namespace) -> bool:
+    """Whether no rank needs the others to find it again."""
+    is_there = torch.tensor(int(parallel in findings), device=options.device)
+    distributed.all_reduce(is_there, op=distributed.ReduceOp.MIN)
+    return bool(is_there.item())
+
+
+def _trained(
+    options: argparse.Namespace, hardware: Hardware
+) -> tuple[Trace, Plan, list[dict[str, Any]], dict[str, Any]]:
+    """Trace, plan, both plain runs and the one under the plan."""
+    plain, expected = _measured(options, None)
+    again, found = _measured(options, None)
+    plain["same_again"] = _differences(expected, found) == []
+    trace = _profiled(options)
+    plan = _planned(options, trace, hardware)
+    executed, found = _measured(options, plan)
+    executed["differences"] = _differences(expected, found)
+    return trace, plan, [plain, again], executed
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--parallel", choices=["ddp", "fsdp2", "pipeline"], required=True)
+    parser.add_argument("--parallel", default=",".join(WAYS), help="some of them")
     parser.add_argument("--model", default="bench-0.7b")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--micro-batch-size", type=int, default=2)
@@ -85,7 +128,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=60.0, help="of planning, seconds")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--device", default="cuda")
-    return parser.parse_args()
+    parser.add_argument("--output", type=Path, help="folder for each rank's figures")
+    options = parser.parse_args()
+    options.parallel = options.parallel.split(",")
+    for parallel in options.parallel:
+        if parallel not in WAYS:
+            parser.error(f"--parallel: {parallel!r} is not one of {', '.join(WAYS)}")
+    return options
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -105,15 +154,15 @@ def _build(options: argparse.Namespace) -> Training:
         "model": options.model,
         "sequence": options.sequence,
         "micro_batch_size": options.micro_batch_size,
-        "micro_batches": options.micro_batches or (4 if options.parallel == "pipeline" else 1),
+        "micro_batches": options.micro_batches or (4 if options.way == "pipeline" else 1),
         "dtype": options.dtype,
     }
-    if options.parallel == "fsdp2":
+    if options.way == "fsdp2":
         sizes |= {"data_parallel": world_size, "data_parallel_rank": rank}
-    elif options.parallel == "pipeline":
+    elif options.way == "pipeline":
         sizes |= {"stages": world_size, "stage": rank}
     training = build_training(TrainingSetup(**sizes), options.device)
-    return _with_ddp(training, options) if options.parallel == "ddp" else training
+    return _with_ddp(training, options) if options.way == "ddp" else training
 
 
 def _with_ddp(training: Training, options: argparse.Namespace) -> Training:
@@ -128,15 +177,21 @@ def _with_ddp(training: Training, options: argparse.Namespace) -> Training:
 
 def _measured(
     options: argparse.Namespace, plan: Plan | None
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """(what was measured, all parameters and optimizer state at the end, on the host)."""
+) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """(what was measured, sums over all parameters and optimizer state at the end)."""
     _forget(options)
     training = _build(options)
     figures: dict[str, Any] = {}
     if plan is None:
         seconds = _laps(training, options)
     else:
-        run = teraio.execute(plan, training.model, training.optimizer, ssd_path=options.ssd_path)
+        run = teraio.execute(
+            plan,
+            training.model,
+            training.optimizer,
+            host_memory=_host_bytes(plan),
+            ssd_path=options.ssd_path,
+        )
         with run:
             seconds = _laps(training, options)
         figures |= {name: getattr(run.report, name) for name in REPORTED}
@@ -147,7 +202,15 @@ def _measured(
         figures["max_memory_reserved"] = torch.cuda.max_memory_reserved()
     states = training.optimizer.state.values()
     tensors: list[Any] = [*training.model.parameters(), *(s[k] for s in states for k in sorted(s))]
-    return figures, [_local(tensor).cpu().clone() for tensor in tensors]
+    return figures, [_sums(_local(tensor)) for tensor in tensors]
+
+
+def _host_bytes(plan: Plan) -> int:
+    """What the plan needs and some for what it misses: to pin all that it may use takes minutes."""
+    metadata = plan.metadata
+    bounce_bytes = sum(ssd.bounce_bytes for ssd in plan.hardware.ssds_of_rank(metadata.rank))
+    needed_bytes = metadata.arena_bytes.get(HOST, 0) + bounce_bytes
+    return min(metadata.host_memory_bytes, needed_bytes + SPARE_HOST_BYTES)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -155,15 +218,40 @@ def _local(tensor: Any) -> torch.Tensor:
     return local.detach()
 
 
+def _sums(tensor: torch.Tensor) -> tuple[int, int]:
+    """Exact sums of a tensor's words, and of each times its place: where a bit is, counts too.
+
+    On the device: copies to the host would take longer than the training.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    words = tensor.contiguous().view(-1).view(torch.int32 if nbytes % 4 == 0 else torch.uint8)
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    return int(words.sum(dtype=torch.int64)), int((words * places).sum())
+
+
 def _laps(training: Training, options: argparse.Namespace) -> list[float]:
-    laps = []
+    """Seconds of each step, from its end to the next one's; a GPU is not waited for in between."""
+    marks = [_mark(options)]
     for number in range(options.steps):
-        began = time.perf_counter()
         _step(training, number)
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        laps.append(time.perf_counter() - began)
-    return laps
+        marks.append(_mark(options))
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    return [_between(*pair) for pair in itertools.pairwise(marks)]
+
+
+def _mark(options: argparse.Namespace) -> Any:
+    if options.device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begun: Any, ended: Any) -> float:
+    if isinstance(begun, float):
+        return float(ended - begun)
+    return float(begun.elapsed_time(ended)) / 1e3
 
 
 def _step(training: Training, number: int) -> None:
@@ -182,15 +270,13 @@ def _profiled(options: argparse.Namespace) -> Trace:
     return profile.trace
 
 
-def _planned(options: argparse.Namespace, trace: Trace) -> Plan:
-    """The plan of this rank, for its share of a node that rank 0 has measured."""
+def _planned(options: argparse.Namespace, trace: Trace, hardware: Hardware) -> Plan:
+    """The plan of this rank, for its share of the node."""
     _forget(options)
-    text = [_node(options).to_toml() if distributed.get_rank() == 0 else ""]
-    distributed.broadcast_object_list(text)
     limits = {"time_limit": options.time_limit} if options.planner in ("optimal", "milp") else {}
     (plan,) = plan_ranks(
         [trace],
-        Hardware.from_toml(text[0]),
+        hardware,
         planner=options.planner,
         gpu_memory=int(options.share * trace.peak_allocated_bytes),
         host_memory=options.host_memory,
@@ -200,9 +286,17 @@ def _planned(options: argparse.Namespace, trace: Trace) -> Plan:
 
 
 def _node(options: argparse.Namespace) -> Hardware:
-    if options.hardware is not None:
-        return Hardware.load(options.hardware)
-    return teraio.probe(device=options.device, quick=True)
+    """The machine, as rank 0 knows or measures it; a disk only if one was named."""
+    text = [""]
+    if distributed.get_rank() == 0:
+        if options.hardware is not None:
+            hardware = Hardware.load(options.hardware)
+        else:
+            directories = options.ssd_path or ()
+            hardware = teraio.probe(device=options.device, directory=directories, quick=True)
+        text = [hardware.to_toml()]
+    distributed.broadcast_object_list(text)
+    return Hardware.from_toml(text[0])
 
 
 def _forget(options: argparse.Namespace) -> None:
@@ -213,10 +307,10 @@ def _forget(options: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _differences(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[int]:
-    """Numbers of the tensors that are not the same to the bit."""
+def _differences(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[int]:
+    """Numbers of the tensors whose sums are not the same."""
     pairs = enumerate(zip(one, other, strict=True))
-    return [number for number, (a, b) in pairs if not torch.equal(a, b)]
+    return [number for number, (a, b) in pairs if a != b]
 
 
 def _figures(
@@ -231,7 +325,8 @@ def _figures(
     return {
         "rank": trace.metadata.rank,
         "world_size": trace.metadata.world_size,
-        "options": vars(options),
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "parallel": options.way,
         "device": torch.cuda.get_device_name() if is_gpu else platform.processor(),
         "torch": torch.__version__,
         "kernels": trace.num_kernels,
@@ -239,6 +334,7 @@ def _figures(
         "plain_seconds": ideal,
         "executed_seconds": executed["step_seconds"],
         "predicted_seconds": plan.predicted_seconds,
+        "prediction_error": plan.predicted_seconds / executed["step_seconds"] - 1,
         "lower_bound_seconds": plan.lower_bound_seconds,
         "fraction_of_plain": ideal / executed["step_seconds"],
         "budget_bytes": plan.metadata.gpu_memory_bytes,

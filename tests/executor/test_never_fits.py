@@ -222,9 +222,10 @@ def test_a_script_of_a_model_that_never_fits(tmp_path: Path) -> None:
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """At toy size on the CPU: planned without a GPU, and the losses of the reference."""
     root = Path(__file__).resolve().parents[2]
-    script = root / "benchmarks" / "never_fits.py"
+    script, output = root / "benchmarks" / "never_fits.py", tmp_path / "found.json"
+    command = [sys.executable, str(script), "--smoke", "--steps", "3", "--ssd-path", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, str(script), "--smoke", "--steps", "3", "--ssd-path", str(tmp_path)],
+        [*command, "--kept", str(tmp_path / "kept"), "--output", str(output)],
         env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -233,7 +234,10 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout[done.stdout.index("\n{\n") :])
+    assert json.loads(output.read_text()) == figures
+    assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {".trace", ".plan"}
     assert figures["same_losses"] is True
+    assert figures["seconds_so_far"] == figures["run"]["all_step_seconds"]
     assert figures["run"]["peak_bytes"] <= figures["gpu_memory_bytes"]
     assert figures["run"]["moves_found"] >= 0.95 * figures["run"]["moves_planned"] > 0
 

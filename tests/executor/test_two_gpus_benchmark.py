@@ -18,12 +18,12 @@ pytestmark = [
 ]
 
 
-def test_two_ranks_on_a_cpu() -> None:
+def test_two_ranks_on_a_cpu(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options = ["--parallel", "fsdp2", "--device", "cpu", "--model", "tiny-llama"]
     options += ["--sequence", "32", "--hardware", "cpu", "--host-memory", "200MB"]
-    options += ["--planner", "greedy", "--steps", "4"]
+    options += ["--planner", "greedy", "--steps", "4", "--output", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launcher, str(ROOT / "benchmarks" / "two_gpus.py"), *options],
@@ -36,6 +36,8 @@ def test_two_ranks_on_a_cpu() -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(row["rank"] for row in rows) == [0, 1]
+    written = [json.loads(path.read_text())["fsdp2"] for path in sorted(tmp_path.iterdir())]
+    assert written == sorted(rows, key=lambda row: row["rank"])
     for row in rows:
         assert row["plain_runs_agree"]
         assert row["bit_identical"], row["executed"]["differences"]
