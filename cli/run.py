@@ -101,6 +101,7 @@ def run(
         "predicted_seconds": loaded.predicted_seconds,
         "peak_bytes": report.peak_bytes,
         "reserved_bytes": report.reserved_bytes or None,
+        "relocated_bytes": report.relocated_bytes,
         "moves_planned": report.moves_planned,
         "moves_found": report.moves_found,
         "substituted_kernels": report.substituted_kernels,
@@ -130,6 +131,8 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
     ]
     if report.reserved_bytes:
         rows.append(("reserved by PyTorch's allocator", size(report.reserved_bytes)))
+    if report.relocated_bytes:
+        rows.append(("moved within the GPU, each step", size(report.relocated_bytes)))
     rows += [(f"{use.device} in {use.path}", file_line(use)) for use in report.ssd_files]
     if report.verified_reads:
         rows.append(("reads whose checksum agreed", f"{report.verified_reads:,}"))

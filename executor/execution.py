@@ -16,6 +16,7 @@ from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.timeline import Timeline
 from teraio.errors import InputError, OffloadWarning
 from teraio.executor.compiled_regions import CompiledRegionGuard
+from teraio.executor.gpu_memory import memory_for
 from teraio.executor.homes import Homes
 from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.leaving import ON_EXIT
@@ -223,6 +224,7 @@ class Execution(RunContents):
             stops_on_drift=self._stops_on_drift,
         )
         arenas = planned_bytes_per_device(self.plan, self.plan.hardware)
+        residency.memory = memory_for(self.plan, residency, self._device_type)
         residency.find_slot = Homes(mode, self.plan, arenas).find_slot
         for model in self._models:
             mode.names.add_model(model)

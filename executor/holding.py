@@ -9,7 +9,7 @@ import torch
 
 from teraio.executor.stores import Transfer
 from teraio.executor.tiers import Slot
-from teraio.profiler.storages import StorageState, original_resize
+from teraio.profiler.storages import StorageState
 
 
 class Holding:
@@ -21,10 +21,12 @@ class Holding:
     ``in_flight``: uses under way beside the compute stream (:mod:`uses_in_flight`); ``arrived`` is
     the last transfer that brought it; ``shared_with``: the stream whose work must end before its
     memory serves another, where that is not the one that it was allocated on.
-    ``stamp`` numbers its places in the eviction order; the newest counts.
+    ``stamp`` numbers its places in the eviction order; the newest counts. ``address``: where it
+    lies, where that is kept account of (:mod:`gpu_memory`).
     """
 
     __slots__ = (
+        "address",
         "allocated_bytes",
         "arrived",
         "arriving",
@@ -60,20 +62,12 @@ class Holding:
         self.superseded: list[Transfer] | None = None
         self.last_use = 0
         self.stamp = 0
+        self.address = 0
 
     @property
     def must_stay(self) -> bool:
         """Whether it may not even be copied now, or there is nothing to copy."""
         return self.is_fixed or self.is_dead or self.in_flight > 0
-
-    def give_back(self, storage: torch.UntypedStorage) -> None:
-        """Give the memory of the storage back to the allocator."""
-        if self.shared_with is not None:
-            with torch._C._DisableTorchDispatch():
-                whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                whole.record_stream(self.shared_with)
-            self.shared_with = None
-        original_resize(storage, 0)
 
     @property
     def can_leave(self) -> bool:
@@ -115,12 +109,18 @@ class Wait(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What was moved off plan, and what happened in the current iteration."""
+    """What was moved off plan, and what happened in the current iteration.
+
+    ``relocated_bytes``: within the GPU, to keep its memory together; ``homeless_requests``: blocks
+    for which no room could be made that way.
+    """
 
     demand_fetches: int = 0
     demand_fetch_bytes: int = 0
     evictions: int = 0
     eviction_bytes: int = 0
     dropped_prefetches: int = 0
+    relocated_bytes: int = 0
+    homeless_requests: int = 0
     transfers: list[TransferRecord] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)

@@ -217,10 +217,7 @@ class ExecutorMode(KernelMode):
 
     def _settle_books(self) -> None:
         if self.registry.device_type == "cuda":
-            self.residency.bury()
-            books = torch.cuda.memory_stats()
-            self.residency.settle_books(books["allocated_bytes.all.current"])
-            self.log.note_reserved(books["reserved_bytes.all.current"])
+            self.log.note_reserved(self.residency.settle_books())
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         # Optimizer hooks are the process's: a step in another thread ends no iteration of this run.
@@ -316,6 +313,7 @@ class ExecutorMode(KernelMode):
             self.residency.victim_key = self._by_next_use
             with torch._C._DisableTorchDispatch():
                 self.placement.establish(self.residency, self._binding.holding_of_row)
+            self.residency.memory.begin()
             self.position.state = RunState.FOLLOWING
             self.residency.order.forget()
             self.log.cold_start_seconds += time.perf_counter() - start

@@ -7,6 +7,7 @@ from teraio.executor.holding import Holding
 from teraio.executor.residency import Residency
 from teraio.executor.schedule import PlannedMove, Schedule
 from teraio.executor.tiers import Slot
+from teraio.simulator.caching_allocator import MIB
 
 
 class PlannedMoves:
@@ -45,7 +46,7 @@ class PlannedMoves:
                 del self.late_frees[row]
 
     def before_kernel(self, kernel: int) -> None:
-        """Frees, then prefetches."""
+        """Frees, then prefetches, then holes for what the kernel creates."""
         schedule, residency, placement = self.schedule, self._residency, self._binding.placement
         if kernel == 0 and placement.is_unsettled:
             # Who held their places died after the iteration: gradients, in zero_grad.
@@ -59,11 +60,16 @@ class PlannedMoves:
                     self.late_frees[move.storage] = holding
         prefetches = schedule.prefetches_before[kernel]
         reserved_bytes = schedule.need_bytes[kernel] if prefetches else 0
+        memory, may_move = residency.memory, schedule.may_move
         for move in prefetches:
             self.late_frees.pop(move.storage, None)
             holding = self._binding.holding(move.storage)
-            if holding is not None and not residency.prefetch(holding, reserved_bytes):
-                self.late_prefetches.append(holding)
+            if holding is not None:
+                if holding.allocated_bytes > MIB and not holding.is_resident:
+                    memory.prepare((holding.allocated_bytes,), may_move)
+                if not residency.prefetch(holding, reserved_bytes):
+                    self.late_prefetches.append(holding)
+        memory.prepare(schedule.requests[kernel], may_move)
 
     def before_view(self, holding: Holding) -> None:
         """Beside a view nothing is created yet, so its prefetch may fit already."""

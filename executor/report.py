@@ -20,7 +20,8 @@ class RunReport:
 
     ``measured_seconds`` is the median length of its steady iterations, ``drift`` the number of
     kernels that were not the expected ones, ``first_drift`` says what the first of them was.
-    ``reserved_bytes`` is what a GPU's allocator held at most, 0 on a CPU.
+    ``reserved_bytes`` is what a GPU's allocator held at most, 0 on a CPU; ``relocated_bytes`` were
+    copied within the GPU in a steady iteration so that it need not hold more.
     Of a steady iteration: ``moves_found`` of the ``moves_planned`` found their storage, and
     ``substituted_kernels`` were not those of the plan's trace, but taken for them, extra or left
     out (``first_substituted``); they do not count as drift. ``ssd_files``: each file of the SSD
@@ -34,6 +35,7 @@ class RunReport:
     peak_bytes: int
     budget_bytes: int
     reserved_bytes: int
+    relocated_bytes: int
     drift: int
     first_drift: str
     moves_planned: int
@@ -72,6 +74,7 @@ def make_report(
         peak_bytes=max(log.peak_bytes, peak_bytes),
         budget_bytes=budget_bytes,
         reserved_bytes=log.reserved_bytes,
+        relocated_bytes=0 if steady is None else steady.traffic.relocated_bytes,
         drift=totals.drift,
         first_drift=totals.first_drift or log.current.first_drift,
         moves_planned=len(plan.moves),

@@ -16,15 +16,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
-import torch
-
 from teraio.errors import CapacityError, StoreError
 from teraio.executor.eviction_order import EvictionOrder, least_recently_used
 from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait
 from teraio.executor.shortage import why_no_room
+from teraio.executor.storage_memory import StorageMemory, bytes_of
 from teraio.executor.stores import Store, Transfer
 from teraio.executor.tiers import Slot, Tiers
-from teraio.profiler.storages import StorageState, original_resize
+from teraio.profiler.storages import StorageState
 
 
 class Residency:
@@ -49,6 +48,7 @@ class Residency:
         self.used_bytes = untracked_bytes
         self.peak_bytes = untracked_bytes
         self.kernel = 0
+        self.memory = StorageMemory()
         self.traffic = Traffic()
         self.victim_key: Callable[[Holding], float] = least_recently_used
         self.order = EvictionOrder(lambda holding: self.victim_key(holding))
@@ -68,6 +68,7 @@ class Residency:
         holding = Holding(state, size, is_fixed=is_fixed)
         state.attachment = holding
         self._holdings.add(holding)
+        self.memory.note(holding)
         self.used_bytes += size
         self.order.note_use(holding)
         return holding
@@ -83,6 +84,7 @@ class Residency:
         while self._dead:
             holding = self._dead.popleft().attachment
             self._holdings.discard(holding)
+            self.memory.forget(holding)
             if holding.is_resident:
                 self.used_bytes -= holding.allocated_bytes
             self._give_up_slot(holding)
@@ -143,13 +145,13 @@ class Residency:
         if holding.is_resident or storage is None:
             return
         assert slot is not None, "a storage that is away has a slot"
-        original_resize(storage, holding.state.nbytes)
+        self.memory.allocate(holding, storage)
         try:
             holding.arriving = holding.arrived = slot.store.read(
                 storage, slot.offset_bytes, holding.state.nbytes, urgent=cause != "prefetch"
             )
         except BaseException:
-            original_resize(storage, 0)
+            self.memory.give_back(holding, storage)
             raise
         holding.is_resident = True
         self.used_bytes += holding.allocated_bytes
@@ -288,20 +290,19 @@ class Residency:
             for holding in self._holdings:
                 storage = holding.state.reference()
                 if not holding.is_resident and storage is not None:
-                    original_resize(storage, holding.state.nbytes)
-                    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                    whole.fill_(0xFF)
+                    self.memory.allocate(holding, storage)
+                    bytes_of(storage).fill_(0xFF)
             raise
 
-    def settle_books(self, allocated_bytes: int) -> None:
-        """Correct the account by the allocator's own: libraries hold memory that no mode sees."""
-        self.used_bytes = allocated_bytes
+    def settle_books(self) -> int:
+        """Correct the account by the GPU allocator's own, where no mode looks; bytes reserved."""
+        self.bury()
+        self.used_bytes, reserved_bytes = self.memory.end_iteration()
+        return reserved_bytes
 
     def note_peak(self, workspace_bytes: int) -> None:
         """A kernel has run with everything resident and this much scratch."""
-        held_bytes = self.used_bytes + workspace_bytes
-        if held_bytes > self.peak_bytes:
-            self.peak_bytes = held_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + workspace_bytes)
 
     def take_peak(self) -> int:
         """Most bytes held since the last call."""
@@ -355,7 +356,7 @@ class Residency:
         try:
             self._await(holding.arriving, holding, "read")
         except StoreError:
-            # Its bytes are not there, so it is still away; the next use tries to read it again.
+            # Its bytes are not there: it is still away, and the next use reads it again.
             holding.arriving = None
             self._free(holding)
             raise
@@ -366,7 +367,7 @@ class Residency:
         self.used_bytes -= holding.allocated_bytes
         storage = holding.state.reference()
         if storage is not None:
-            holding.give_back(storage)
+            self.memory.give_back(holding, storage)
 
     def _settle_departure(self, holding: Holding) -> None:
         if holding.leaving is None:
@@ -390,8 +391,8 @@ class Residency:
     def _await(self, transfer: Transfer, holding: Holding, cause: str) -> None:
         start = time.perf_counter()
         transfer.make_stream_wait()
-        end = time.perf_counter()
-        self.traffic.waits.append(Wait(self.kernel, holding.row, cause, start, end, transfer))
+        wait = Wait(self.kernel, holding.row, cause, start, time.perf_counter(), transfer)
+        self.traffic.waits.append(wait)
 
     def _record(self, transfer: Transfer, store: Store, holding: Holding, cause: str) -> None:
         self.traffic.transfers.append(

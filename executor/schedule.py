@@ -10,6 +10,8 @@ import numpy as np
 
 from teraio.contracts.plan import Plan, UnrolledMoves
 from teraio.contracts.table import MISSING, IntArray
+from teraio.simulator.caching_allocator import MIB
+from teraio.simulator.compaction import relocatable_rows
 
 UNNAMED_PREFIX = "unnamed:"
 NEVER = 2**62
@@ -32,8 +34,10 @@ class Schedule:
 
     Attributes: ``offloads_after``, ``frees_before``, ``prefetches_before``: moves per kernel, in
     the static order of the queues; ``need_bytes``: births and workspace per kernel, as allocated;
-    ``row_of_birth``: (kernel, ordinal) to storage row; ``row_of_name``; ``row_of_first_touch``:
-    (kernel, position among what it touches) to row, for persistent storages without a name.
+    ``requests``: those of more than 1 MiB one by one, in their order; ``may_move``: whether each
+    storage may be moved within the GPU (:mod:`teraio.simulator.compaction`); ``row_of_birth``:
+    (kernel, ordinal) to storage row; ``row_of_name``; ``row_of_first_touch``: (kernel, position
+    among what it touches) to row, for persistent storages without a name.
     """
 
     ops: list[str]
@@ -42,6 +46,8 @@ class Schedule:
     frees_before: list[list[PlannedMove]]
     prefetches_before: list[list[PlannedMove]]
     need_bytes: list[int]
+    requests: list[list[int]]
+    may_move: list[bool]
     row_of_birth: dict[tuple[int, int], int]
     row_of_name: dict[str, int]
     row_of_first_touch: dict[int, list[tuple[int, int]]]
@@ -75,6 +81,7 @@ def prepare_schedule(plan: Plan) -> Schedule:
     ):
         uses[storage].append(kernel)
     named = [(name, row) for row, name in enumerate(storages.name.tolist()) if name]
+    requests = _requests(plan, uses)
     return Schedule(
         ops=plan.kernels.op.tolist(),
         signatures=plan.kernels.signature.tolist(),
@@ -83,7 +90,9 @@ def prepare_schedule(plan: Plan) -> Schedule:
         prefetches_before=_by_kernel(
             moves, unrolled.prefetch_start, num_kernels, _urgency(unrolled)
         ),
-        need_bytes=_need_bytes(plan, uses),
+        need_bytes=[sum(sizes) for sizes in requests],
+        requests=[[size for size in sizes if size > MIB] for sizes in requests],
+        may_move=relocatable_rows(plan),
         row_of_birth=_births(plan, uses),
         row_of_name={n: row for n, row in named if not n.startswith(UNNAMED_PREFIX)},
         row_of_first_touch=_first_touches(named),
@@ -125,13 +134,18 @@ def _by_kernel(
     return table
 
 
-def _need_bytes(plan: Plan, uses: list[list[int]]) -> list[int]:
-    need: list[int] = plan.kernels.workspace_bytes.tolist()
-    sizes = plan.storages.allocated_bytes.tolist()
-    for row, birth in enumerate(plan.storages.birth.tolist()):
-        if birth != MISSING and uses[row]:
-            need[birth] += sizes[row]
-    return need
+def _requests(plan: Plan, uses: list[list[int]]) -> list[list[int]]:
+    """Bytes of the births of each kernel as they come, then its workspace."""
+    storages = plan.storages
+    requests: list[list[int]] = [[] for _ in range(len(plan.kernels))]
+    sizes, births = storages.allocated_bytes.tolist(), storages.birth.tolist()
+    for row in np.argsort(storages.birth_ordinal, kind="stable").tolist():
+        if births[row] != MISSING and uses[row]:
+            requests[births[row]].append(sizes[row])
+    for kernel, workspace_bytes in enumerate(plan.kernels.workspace_bytes.tolist()):
+        if workspace_bytes:
+            requests[kernel].append(workspace_bytes)
+    return requests
 
 
 def _births(plan: Plan, uses: list[list[int]]) -> dict[tuple[int, int], int]:

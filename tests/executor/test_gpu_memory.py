@@ -1,0 +1,370 @@
+"""Storages moved within the GPU: by a modelled allocator that lays them out as a GPU's does.
+
+Every move is a real one (new memory, a copy, the old memory back), so that training shows whether
+anything kept the old address.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import teraio
+from teraio.contracts.hardware import Hardware
+from teraio.contracts.plan import Plan
+from teraio.executor import execution, gpu_memory, planned_moves, schedule
+from teraio.executor.gpu_memory import CompactMemory, GpuAllocator, Layout, can_move
+from teraio.executor.holding import Holding
+from teraio.executor.residency import Residency
+from teraio.profiler.storages import original_resize
+from teraio.simulator import caching_allocator
+from teraio.simulator.caching_allocator import Block, CachingAllocator
+
+PAGE = 4096
+STEPS = 3
+PLANS: list[Plan] = []
+"""The plan of all tests here, made by the first."""
+
+
+class ModelledAllocator:
+    """:class:`GpuAllocator` over a model; told by :class:`ToldMemory` what comes and goes."""
+
+    def __init__(self) -> None:
+        self.model = CachingAllocator()
+        self.blocks: dict[int, Block] = {}
+        self.serial_at: dict[int, int] = {}
+        self.plugs: dict[int, Block] = {}
+        self.looks = self.moves = 0
+
+    def born(self, holding: Holding) -> None:
+        state = holding.state
+        if state.serial not in self.blocks:
+            self.blocks[state.serial] = self.model.allocate(holding.allocated_bytes)
+            self.serial_at[state.address] = state.serial
+
+    def freed(self, holding: Holding) -> None:
+        block = self.blocks.pop(holding.state.serial, None)
+        if block is not None:
+            self.model.free(block)
+
+    def is_usable(self) -> bool:
+        return True
+
+    def look(self) -> Layout:
+        self.looks += 1
+        blocks = [*self.blocks.values(), *self.plugs.values()]
+        lying = [(block.address, block.nbytes) for block in blocks]
+        return Layout(list(self.model.large.holes), lying, self.model.reserved_bytes)
+
+    def address(self, storage: torch.UntypedStorage) -> int:
+        return self.blocks[self.serial_at[storage._cdata]].address
+
+    def move(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self.moves += 1
+        before = GpuAllocator.address(storage)
+        original_resize(storage, nbytes)
+        assert GpuAllocator.address(storage) != before
+        serial = self.serial_at[storage._cdata]
+        old = self.blocks[serial]
+        self.blocks[serial] = self.model.allocate(old.nbytes)
+        self.model.free(old)
+
+    def allocate(self, nbytes: int) -> int:
+        block = self.model.allocate(nbytes)
+        self.plugs[block.address] = block
+        return block.address
+
+    def free(self, address: int) -> None:
+        self.model.free(self.plugs.pop(address))
+
+    def trim(self) -> None:
+        """As if all that is in use had been allocated one after the other."""
+        self.model = CachingAllocator()
+        self.blocks = {key: self.model.allocate(b.nbytes) for key, b in self.blocks.items()}
+
+    def books(self) -> tuple[int, int]:
+        return self.model.allocated_bytes, self.model.reserved_bytes
+
+
+class ToldMemory(CompactMemory):
+    """Tells the modelled allocator what PyTorch would have told its own."""
+
+    _allocator: Any
+
+    def note(self, holding: Holding) -> None:
+        self._allocator.born(holding)
+        super().note(holding)
+
+    def forget(self, holding: Holding) -> None:
+        self._allocator.freed(holding)
+        super().forget(holding)
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[ToldMemory]:
+    """Of the runs made: CPU storages of any size count, in pages of 4 KiB and blocks of a byte."""
+    made: list[ToldMemory] = []
+
+    def memory_for(plan: Plan, residency: Residency, device_type: str) -> ToldMemory:
+        made.append(ToldMemory(residency, ModelledAllocator()))  # type: ignore[arg-type]
+        return made[-1]
+
+    for module in (gpu_memory, planned_moves, schedule):
+        monkeypatch.setattr(module, "MIB", 0)
+    monkeypatch.setattr(gpu_memory, "LARGE_PAGE_BYTES", PAGE)
+    monkeypatch.setattr(caching_allocator, "_SMALL_REQUEST_BYTES", 0)
+    monkeypatch.setattr(caching_allocator, "_PAGE_BYTES", {True: PAGE, False: PAGE})
+    monkeypatch.setattr(CachingAllocator, "block_bytes", 1)
+    monkeypatch.setattr(execution, "memory_for", memory_for)
+    return made
+
+
+@pytest.fixture
+def crowded(case: Any, machine: Any) -> Callable[[], Plan]:
+    """A plan that fills its budget."""
+
+    def make() -> Plan:
+        if not PLANS:
+            trace = case().trace()
+            budget_bytes = int(0.6 * trace.peak_allocated_bytes)
+            PLANS.append(teraio.plan(trace, machine(gpu_memory=budget_bytes), planner="greedy"))
+        return PLANS[0]
+
+    return make
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_training_is_the_same_to_the_bit(
+    share: float,
+    case: Any,
+    crowded: Callable[[], Plan],
+    memories: list[ToldMemory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever storages are moved to, at every kernel that finds no hole."""
+    plan = crowded()
+    monkeypatch.setattr(gpu_memory, "RESERVED_SHARE", share)
+    outcome, report = case().executed(plan, STEPS)
+    outcome.assert_same(case().plain(STEPS))
+    allocator: Any = memories[-1]._allocator
+    assert allocator.moves > 20
+    assert report.relocated_bytes > 0
+    assert report.evictions == report.demand_fetches == 0
+    assert allocator.plugs == {}
+
+
+def test_less_is_reserved(
+    case: Any, crowded: Callable[[], Plan], memories: list[ToldMemory], monkeypatch: Any
+) -> None:
+    """Than without moving anything, by the same allocator under the same plan."""
+    plan = crowded()
+    case().executed(plan, STEPS)
+    together: Any = memories[-1]._allocator
+    monkeypatch.setattr(gpu_memory, "RESERVED_SHARE", 1000.0)
+    monkeypatch.setattr(gpu_memory, "_TRIM_SHARE", 1000.0)
+    case().executed(plan, STEPS)
+    apart: Any = memories[-1]._allocator
+    assert (apart.moves, apart.looks) == (0, 0)
+    assert together.model.reserved_peak_bytes < apart.model.reserved_peak_bytes
+
+
+def test_pointers_that_were_given_away_stay_good(
+    case: Any, crowded: Callable[[], Plan], memories: list[ToldMemory], monkeypatch: Any
+) -> None:
+    """A parameter that somebody sees through numpy lies where it lay, and is the same numbers."""
+    plan = crowded()
+    monkeypatch.setattr(gpu_memory, "RESERVED_SHARE", 0.0)
+    model, optimizer = case().build()
+    with teraio.execute(plan, model, optimizer):
+        seen = {name: p.detach().numpy() for name, p in list(model.named_parameters())[:6]}
+        for number in range(STEPS):
+            case().step(model, optimizer, number)
+        allocator: Any = memories[-1]._allocator
+        assert allocator.moves > 20
+        for name, parameter in model.named_parameters():
+            if name in seen:
+                assert parameter.data_ptr() == seen[name].ctypes.data
+                assert bool((torch.from_numpy(seen[name]) == parameter).all())
+
+
+def test_another_program_takes_the_memory_meanwhile(
+    case: Any, crowded: Callable[[], Plan], memories: list[ToldMemory], monkeypatch: Any
+) -> None:
+    """No room can be made then, the training goes on as it would have."""
+    plan = crowded()
+    monkeypatch.setattr(gpu_memory, "RESERVED_SHARE", 0.0)
+    refused: list[int] = []
+
+    def refuse(allocator: ModelledAllocator, *arguments: Any) -> Any:
+        refused.append(1)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ModelledAllocator, "move", refuse)
+    outcome, report = case().executed(plan, STEPS)
+    outcome.assert_same(case().plain(STEPS))
+    assert refused
+    assert report.evictions == report.demand_fetches == report.relocated_bytes == 0
+
+
+def test_what_may_move(case: Any, crowded: Callable[[], Plan], memories: Any) -> None:
+    """Nothing that a transfer, another stream or a pointer uses."""
+    model, optimizer = case().build()
+    with teraio.execute(crowded(), model, optimizer):
+        case().step(model, optimizer, 0)
+        residency = memories[-1]._residency
+        holding = next(h for h in residency.holdings() if h.row >= 0 and can_move(h))
+        for name, value in (
+            ("is_fixed", True),
+            ("is_held", True),
+            ("is_dead", True),
+            ("in_flight", 1),
+            ("is_resident", False),
+            ("shared_with", object()),
+            ("arriving", object()),
+            ("leaving", Unfinished()),
+            ("superseded", [Unfinished()]),
+        ):
+            before = getattr(holding, name)
+            setattr(holding, name, value)
+            assert not can_move(holding), name
+            setattr(holding, name, before)
+        assert can_move(holding)
+
+
+class Unfinished:
+    """A transfer under way."""
+
+    done = False
+
+
+def segment(begin: int, *blocks: tuple[int, str], **fields: Any) -> dict[str, Any]:
+    """As PyTorch describes one; sizes in MiB."""
+    address, described = begin, []
+    for size, state in blocks:
+        described.append({"address": address, "size": size * 2**20, "state": state})
+        address += size * 2**20
+    return {
+        "device": 0,
+        "segment_type": "large",
+        "stream": 7,
+        "segment_pool_id": (0, 0),
+        "is_expandable": True,
+        "address": begin,
+        "total_size": sum(size for size, _ in blocks) * 2**20,
+        "blocks": described,
+        **fields,
+    }
+
+
+def allocator_seeing(monkeypatch: Any, *segments: dict[str, Any]) -> GpuAllocator:
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: list(segments))
+    return GpuAllocator()
+
+
+def test_a_look_into_the_allocator(monkeypatch: Any) -> None:
+    """Free and used blocks of the pool that serves the run; all that is reserved on its device."""
+    mib = 2**20
+    allocator = allocator_seeing(
+        monkeypatch,
+        segment(0, (30, "active_allocated"), (10, "inactive")),
+        segment(60 * mib, (20, "inactive"), (5, "active_pending_free")),
+        segment(500 * mib, (2, "inactive"), segment_type="small"),
+        segment(600 * mib, (20, "inactive"), stream=8),
+        segment(700 * mib, (20, "inactive"), segment_pool_id=(1, 0)),
+        segment(800 * mib, (40, "inactive"), device=1),
+    )
+    layout = allocator.look()
+    assert layout is not None
+    assert layout.holes == [(30 * mib, 10 * mib), (60 * mib, 20 * mib)]
+    assert layout.blocks == [(0, 30 * mib), (80 * mib, 5 * mib)]
+    assert layout.reserved_bytes == (40 + 25 + 2 + 20 + 20) * mib
+
+
+def test_without_expandable_segments_nothing_moves(monkeypatch: Any) -> None:
+    """Blocks lie in many ranges then, and pages do not help."""
+    plain = segment(0, (30, "inactive"), is_expandable=False)
+    assert allocator_seeing(monkeypatch, plain).look() is None
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_storage_moves_within_the_gpu() -> None:
+    """The real allocator: another address, the same bytes, views too; a look shows both places."""
+    allocator = GpuAllocator()
+    tensor = torch.arange(4 * 2**20, device="cuda", dtype=torch.int32)
+    view = tensor[5:9]
+    storage = tensor.untyped_storage()
+    before = allocator.address(storage)
+    layout = allocator.look()
+    if layout is None:
+        pytest.skip("needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert (before, 16 * 2**20) in layout.blocks
+    allocator.move(storage, storage.nbytes())
+    assert allocator.address(storage) != before
+    assert view.tolist() == [5, 6, 7, 8]
+    assert torch.equal(tensor, torch.arange(4 * 2**20, device="cuda", dtype=torch.int32))
+    after = allocator.look()
+    assert after is not None
+    assert (allocator.address(storage), 16 * 2**20) in after.blocks
+    assert any(begin <= before < begin + size for begin, size in after.holes)
+    plug = allocator.allocate(16 * 2**20)
+    assert plug == before
+    allocator.free(plug)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_training_on_a_gpu(machine: Any) -> None:
+    """The same losses, and little more reserved than the budget."""
+    trained = GpuTraining()
+    with teraio.profile(*trained.made()) as profile:
+        losses = trained.run(profile, 6)
+    trace = profile.trace
+    del profile  # It keeps the model.
+    budget_bytes = int(0.6 * trace.peak_allocated_bytes)
+    plan = teraio.plan(trace, Hardware.preset("h200"), gpu_memory=budget_bytes)
+    torch.cuda.empty_cache()
+    with teraio.execute(plan, *trained.made()) as run:
+        assert trained.run(run, 6) == losses
+    assert run.report.demand_fetches == 0
+    assert run.report.reserved_bytes <= 1.05 * budget_bytes
+
+
+class GpuTraining:
+    """Layers of different widths, so that blocks have many sizes; 0.5 GB of weights."""
+
+    def made(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        widths = [2048, 4096, 3072, 6144, 2048, 8192, 1024, 4096, 2048]
+        layers: list[torch.nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [torch.nn.Linear(before, after, device="cuda"), torch.nn.GELU()]
+        self.model = torch.nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        return self.model, self.optimizer
+
+    def run(self, stepped: Any, steps: int) -> list[float]:
+        losses = []
+        for number in range(steps):
+            generator = torch.Generator("cuda").manual_seed(number)
+            batch = torch.randn(4096, 2048, device="cuda", generator=generator)
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            if hasattr(stepped, "done"):
+                stepped.step()
+        return losses
