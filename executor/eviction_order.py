@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from teraio.executor.holding import Holding
-
-SMALL_BYTES = 4096
-"""Storages below this are evicted only when no larger one is left: they free next to nothing."""
+from teraio.simulator.eviction_rule import NOT_USED_AGAIN, SMALL_BYTES
 
 _SLACK = 256
 """Outdated entries tolerated before the heap is made anew."""
@@ -26,7 +24,8 @@ class _Entry(NamedTuple):
 
 
 class EvictionOrder:
-    """Largest ``key`` first, large storages before small ones, the youngest first among equals.
+    """As :mod:`teraio.simulator.eviction_rule` has it: large storages before small ones, largest
+    ``key`` first, the youngest first among equals. Keys from NOT_USED_AGAIN on are equal.
 
     A key may change only when the storage is used (``note_use``), or for all at once (``forget``):
     the position of the next use does, and so does the time of the last. The heap is made when the
@@ -88,7 +87,8 @@ class EvictionOrder:
         holding.stamp += 1
         return _Entry(
             holding.allocated_bytes < SMALL_BYTES,
-            -self._key(holding),
+            # Else the position of its last use decided, or when the heap was made.
+            -min(self._key(holding), NOT_USED_AGAIN),
             -holding.state.serial,
             holding.stamp,
             holding,

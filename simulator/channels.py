@@ -17,8 +17,6 @@ from teraio.simulator.rates import directions_of, row_of_rates
 from teraio.simulator.state import (
     BYTES,
     DEMAND,
-    DEMAND_FETCH,
-    EVICTION,
     IDLE,
     LATENCY,
     NEVER,
@@ -152,7 +150,7 @@ def end_segment(engine: Engine, index: int) -> None:
         channel.suspended = channel.after_stop
         cause = OFFLOAD if index % 2 == WRITE else PREFETCH
     else:
-        cause = EVICTION if index % 2 == WRITE else DEMAND_FETCH
+        cause = channel.cause
     log_event(
         engine,
         TRANSFER_EVENT,
@@ -174,6 +172,7 @@ def reset_channel(engine: Engine, index: int) -> None:
     engine.stream[0].rates_are_due = True
     channel.phase = IDLE
     channel.purpose = PLANNED
+    channel.cause = 0
     channel.move = MISSING
     channel.storage = MISSING
     channel.for_kernel = MISSING

@@ -22,7 +22,7 @@ from teraio.simulator.event_log import log_event
 from teraio.simulator.eviction_heap import shift_keys
 from teraio.simulator.paging import (
     accept_prefetches,
-    begin_demand,
+    begin_errand,
     end_paged_transfer,
     give_back_memory,
     have_left,
@@ -141,7 +141,7 @@ def start_transfers(engine: Engine) -> None:
     is_paged = engine.stream[0].is_paged
     for index in range(engine.channels.size):
         channel = engine.channels[index]
-        if channel.phase != IDLE or (is_paged and begin_demand(engine, index)):
+        if channel.phase != IDLE or (is_paged and begin_errand(engine, index)):
             continue
         while may_start(engine, index):
             if not is_paged or is_wanted(engine, index):

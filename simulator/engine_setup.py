@@ -80,11 +80,14 @@ def _engine(
         storages=pages.storages,
         moves=pages.moves,
         copies=pages.copies,
+        places=pages.places,
         devices=pages.devices,
         channels=_channels(queues, machine),
         entries=queues.entries,
         required=queues.required,
         demand=pages.demand,
+        aside=np.zeros(len(pages.storages), dtype=np.int64),
+        in_gaps=np.zeros(len(pages.storages), dtype=np.int64),
         heap=pages.heap,
         links=records(
             LINK, 2, solo_rate=machine.link_solo_rate, duplex_rate=machine.link_duplex_rate
@@ -152,6 +155,7 @@ def _stream(trace: Trace, pages: Pages, machine: Machine, is_paged: bool) -> Rec
         is_paged=is_paged,
         capacity=machine.gpu_memory_bytes,
         held=pages.storages["allocated_bytes"][is_on_gpu].sum(),
+        evicted=MISSING,
         heap_size=pages.heap_size,
         memory_rate=machine.memory_rate,
     )

@@ -1,43 +1,57 @@
-"""A max-heap of storages by next access (ties: lowest index first), with lazy deletion.
+"""Which storage leaves next off plan: a max-heap in the order of :mod:`eviction_rule`.
 
 An access does not search the heap for the entry that it outdates: it pushes a new one, and entries
 that no longer say the truth are dropped when they surface, or all at once when the heap is full.
-Key and storage lie in two arrays, so that a shift of all keys at the cut keeps the order.
 """
 
 from __future__ import annotations
 
 from teraio.simulator.compilation import compiled
-from teraio.simulator.state import NEVER, RESIDENT, Engine
+from teraio.simulator.state import ARRIVING, NEVER, RESIDENT, Engine
 
 ENTRIES_PER_STORAGE = 2
 """Length of the heap over the number of storages: half of a full heap is outdated."""
 
+CLASS = 2 * NEVER
+"""Distance between the keys of two classes; within one, keys are kernels, or NEVER."""
+
 
 @compiled
-def comes_first(key: int, storage: int, other_key: int, other_storage: int) -> bool:
-    """Whether an entry is to be evicted before another."""
-    return key > other_key or (key == other_key and storage < other_storage)
+def eviction_key(is_fresh: int, is_small: int, next_access: int) -> int:
+    """Larger leaves earlier: the class decides, then the next access."""
+    return next_access - (2 * is_fresh + is_small) * CLASS
+
+
+@compiled
+def comes_first(key: int, serial: int, other_key: int, other_serial: int) -> bool:
+    """Whether an entry is to be evicted before another; of equal ones, the youngest."""
+    return key > other_key or (key == other_key and serial > other_serial)
 
 
 @compiled
 def push_resident(engine: Engine, index: int) -> None:
-    """Enter a resident storage with its next access; its entry before is outdated."""
+    """Enter a storage that holds memory with its next access; its entry before is outdated."""
     stream, storage = engine.stream[0], engine.storages[index]
     if stream.heap_size == engine.heap.size:
         drop_outdated(engine)
     storage.num_pushes += 1
     stream.heap_size += 1
-    rise(engine, stream.heap_size - 1, storage.next_access, index, storage.num_pushes)
+    rise(engine, stream.heap_size - 1, index)
 
 
 @compiled
-def top_resident(engine: Engine) -> int:
-    """The resident storage whose next access is furthest, left in the heap; -1 if there is none."""
-    while engine.stream[0].heap_size > 0:
-        if is_current(engine, 0):
-            return int(engine.heap[0].storage)
+def pop_resident(engine: Engine) -> int:
+    """Take out the storage that is to leave next, -1 if there is none.
+
+    What the waiting kernel accesses stays: it is entered again when that kernel starts.
+    """
+    stream = engine.stream[0]
+    while stream.heap_size > 0:
+        index = int(engine.heap[0].storage)
+        is_candidate = is_current(engine, 0)
         pop_top(engine)
+        if is_candidate and engine.storages[index].next_access > stream.current:
+            return index
     return -1
 
 
@@ -46,7 +60,8 @@ def is_current(engine: Engine, row: int) -> bool:
     """Whether an entry still says the truth about its storage."""
     entry = engine.heap[row]
     storage = engine.storages[entry.storage]
-    return bool(storage.status == RESIDENT and storage.num_pushes == entry.push)
+    holds_memory = storage.status == RESIDENT or storage.status == ARRIVING
+    return bool(holds_memory and storage.num_pushes == entry.push)
 
 
 @compiled
@@ -56,44 +71,46 @@ def pop_top(engine: Engine) -> None:
     stream.heap_size -= 1
     if stream.heap_size > 0:
         last = engine.heap[stream.heap_size]
-        sink(engine, 0, last.key, last.storage, last.push)
+        sink(engine, 0, last.key, last.serial, last.storage, last.push)
 
 
 @compiled
-def rise(engine: Engine, hole: int, key: int, storage: int, push: int) -> None:
-    """Place an entry at or above an empty position."""
-    heap = engine.heap
+def rise(engine: Engine, hole: int, index: int) -> None:
+    """Place a storage at or above an empty position."""
+    heap, storage = engine.heap, engine.storages[index]
+    key = eviction_key(storage.is_fresh, storage.is_small, storage.next_access)
     while hole > 0:
         parent = (hole - 1) // 2
-        if not comes_first(key, storage, heap[parent].key, heap[parent].storage):
+        if not comes_first(key, storage.serial, heap[parent].key, heap[parent].serial):
             break
         heap[hole] = heap[parent]
         hole = parent
-    set_entry(engine, hole, key, storage, push)
+    set_entry(engine, hole, key, storage.serial, index, storage.num_pushes)
 
 
 @compiled
-def sink(engine: Engine, hole: int, key: int, storage: int, push: int) -> None:
+def sink(engine: Engine, hole: int, key: int, serial: int, storage: int, push: int) -> None:
     """Place an entry at or below an empty position."""
     heap, size = engine.heap, engine.stream[0].heap_size
     while 2 * hole + 1 < size:
         child = 2 * hole + 1
         if child + 1 < size:
             left, right = heap[child], heap[child + 1]
-            if comes_first(right.key, right.storage, left.key, left.storage):
+            if comes_first(right.key, right.serial, left.key, left.serial):
                 child += 1
-        if comes_first(key, storage, heap[child].key, heap[child].storage):
+        if comes_first(key, serial, heap[child].key, heap[child].serial):
             break
         heap[hole] = heap[child]
         hole = child
-    set_entry(engine, hole, key, storage, push)
+    set_entry(engine, hole, key, serial, storage, push)
 
 
 @compiled
-def set_entry(engine: Engine, row: int, key: int, storage: int, push: int) -> None:
+def set_entry(engine: Engine, row: int, key: int, serial: int, storage: int, push: int) -> None:
     """Write an entry."""
     entry = engine.heap[row]
     entry.key = key
+    entry.serial = serial
     entry.storage = storage
     entry.push = push
 
@@ -109,19 +126,23 @@ def drop_outdated(engine: Engine) -> None:
     stream.heap_size = kept
     for row in range(kept // 2 - 1, -1, -1):
         entry = heap[row]
-        key, storage, push = entry.key, entry.storage, entry.push
-        sink(engine, row, key, storage, push)
+        key, serial, storage, push = entry.key, entry.serial, entry.storage, entry.push
+        sink(engine, row, key, serial, storage, push)
 
 
 @compiled
 def shift_keys(engine: Engine) -> None:
-    """Count next accesses from the new cut; those that never come stay infinite."""
-    stream = engine.stream[0]
-    for index in range(engine.storages.size):
+    """Count next accesses and births from the new cut; accesses that never come stay infinite."""
+    stream, count = engine.stream[0], engine.storages.size
+    for index in range(count):
         storage = engine.storages[index]
         if storage.next_access < NEVER:
             storage.next_access -= stream.num_kernels
+        if storage.serial >= 2 * count:
+            storage.serial -= count
     for row in range(stream.heap_size):
         entry = engine.heap[row]
-        if entry.key < NEVER:
+        if entry.key % CLASS < NEVER:
             entry.key -= stream.num_kernels
+        if entry.serial >= 2 * count:
+            entry.serial -= count

@@ -9,7 +9,8 @@ import numpy as np
 from teraio.contracts.plan import Plan
 from teraio.contracts.table import MISSING, BoolArray, IntArray
 from teraio.simulator.cold_start import Placement, place_storages
-from teraio.simulator.eviction_heap import ENTRIES_PER_STORAGE
+from teraio.simulator.eviction_heap import CLASS, ENTRIES_PER_STORAGE
+from teraio.simulator.eviction_rule import SMALL_BYTES
 from teraio.simulator.machine_arrays import Machine
 from teraio.simulator.plan_arrays import MoveLists, build_move_lists
 from teraio.simulator.plan_checks import PlannedMoves
@@ -19,10 +20,10 @@ from teraio.simulator.state import (
     AWAY,
     COPY,
     DEVICE,
+    ERRAND,
     HEAP_ENTRY,
-    LEFT,
     MOVE,
-    PENDING,
+    PLACE,
     RESIDENT,
     STORAGE,
     RecordArray,
@@ -43,8 +44,9 @@ class Pages(NamedTuple):
     storages: RecordArray
     moves: RecordArray
     copies: RecordArray
+    places: RecordArray
     devices: RecordArray
-    demand: IntArray
+    demand: RecordArray
     heap: RecordArray
     heap_size: int
     kernel_columns: dict[str, IntArray]
@@ -58,8 +60,9 @@ def no_pages() -> Pages:
         storages=records(STORAGE, 0),
         moves=records(MOVE, 0),
         copies=records(COPY, 0),
+        places=records(PLACE, 0),
         devices=records(DEVICE, 0),
-        demand=np.zeros((0, 0), dtype=np.int64),
+        demand=np.zeros((0, 0), dtype=ERRAND),
         heap=records(HEAP_ENTRY, 0),
         heap_size=0,
         kernel_columns={},
@@ -71,11 +74,12 @@ def build_pages(trace: Trace, plan: Plan | None, moves: PlannedMoves, machine: M
     needs = residency(trace)
     move_lists = build_move_lists(moves, trace.num_kernels, len(trace.storages))
     crossing = _moves_over_cut(moves, trace.num_kernels)
-    copies = _copies(plan, move_lists, crossing, machine)
+    copies = _copies(trace, plan, move_lists, crossing, machine)
+    places = _places(copies, move_lists)
     placement = _placement(trace, plan, moves, move_lists, crossing, copies, machine)
     lists, kernel_columns = _kernel_lists(needs, move_lists)
+    storages = _storages(trace, needs, move_lists, placement)
     evictable = np.flatnonzero(placement.is_on_gpu & needs.is_movable)
-    longest = int(np.diff(needs.access_first).max(initial=0)) + 1
     return Pages(
         accesses=records(
             ACCESS,
@@ -85,18 +89,20 @@ def build_pages(trace: Trace, plan: Plan | None, moves: PlannedMoves, machine: M
             next_access=needs.access_next,
         ),
         lists=lists,
-        storages=_storages(trace, needs, move_lists, placement),
-        moves=_moves(moves, move_lists, crossing, trace.num_kernels),
-        copies=copies,
-        devices=records(
-            DEVICE,
-            len(machine.devices),
-            alignment=machine.alignment,
-            room=placement.room_bytes,
+        storages=storages,
+        moves=records(
+            MOVE,
+            len(moves.storage),
+            storage=moves.storage,
+            copy=move_lists.copy,
+            writes=moves.writes,
         ),
-        # A kernel queues at most its accesses and one eviction.
-        demand=np.full((len(machine.channel_names), longest), MISSING),
-        heap=_heap(evictable, needs.next_at_cut, len(trace.storages)),
+        copies=copies,
+        places=places,
+        devices=_devices(plan, machine, copies, placement.room_bytes),
+        # At most one read and one write of each storage wait at a time, writes overtaken aside.
+        demand=np.zeros((len(machine.channel_names), 2 * len(storages)), dtype=ERRAND),
+        heap=_heap(evictable, storages),
         heap_size=len(evictable),
         kernel_columns=kernel_columns,
     )
@@ -121,12 +127,62 @@ def _moves_over_cut(moves: PlannedMoves, num_kernels: int) -> _Crossing:
 
 
 def _copies(
-    plan: Plan | None, lists: MoveLists, crossing: _Crossing, machine: Machine
+    trace: Trace, plan: Plan | None, lists: MoveLists, crossing: _Crossing, machine: Machine
 ) -> RecordArray:
-    copies = records(COPY, len(lists.copy_device), device=lists.copy_device)
+    nbytes = trace.storages.nbytes[_storage_of_copy(lists)]
+    copies = records(
+        COPY,
+        len(lists.copy_device),
+        device=lists.copy_device,
+        begin=lists.copy_offset,
+        end=lists.copy_offset + np.maximum(nbytes, 1),
+    )
     copies["is_valid"] = _listed_copies(plan, lists, machine)
     copies["is_valid"][lists.copy[crossing.has_left]] = True
     return copies
+
+
+def _storage_of_copy(lists: MoveLists) -> IntArray:
+    return np.repeat(np.arange(len(lists.copy_first) - 1), np.diff(lists.copy_first))
+
+
+def _places(copies: RecordArray, lists: MoveLists) -> RecordArray:
+    order = np.lexsort((copies["begin"], copies["device"]))
+    reach = copies["end"][order]
+    for rows in np.split(
+        np.arange(len(order)), np.flatnonzero(np.diff(copies["device"][order])) + 1
+    ):
+        reach[rows] = np.maximum.accumulate(reach[rows])
+    return records(
+        PLACE,
+        len(order),
+        copy=order,
+        storage=_storage_of_copy(lists)[order],
+        begin=copies["begin"][order],
+        end=copies["end"][order],
+        reach=reach,
+    )
+
+
+def _devices(
+    plan: Plan | None, machine: Machine, copies: RecordArray, room_bytes: IntArray
+) -> RecordArray:
+    count = len(machine.devices)
+    devices = records(DEVICE, count + 1)
+    devices["alignment"][:-1] = machine.alignment
+    devices["room"][:-1] = room_bytes
+    devices["first_place"] = np.searchsorted(np.sort(copies["device"]), np.arange(count + 1))
+    ends = np.zeros(count, dtype=np.int64)
+    np.maximum.at(ends, copies["device"], copies["end"])
+    if plan is not None:
+        listed = plan.copies
+        for number, device in enumerate(machine.devices):
+            rows = (listed.device == device).astype(bool)
+            nbytes = plan.storages.nbytes[listed.storage[rows]]
+            end = (listed.tier_offset_bytes[rows] + np.maximum(nbytes, 1)).max(initial=0)
+            ends[number] = max(ends[number], end)
+    devices["arena_bytes"][:-1] = -(-ends // machine.alignment) * machine.alignment
+    return devices
 
 
 def _listed_copies(plan: Plan | None, lists: MoveLists, machine: Machine) -> BoolArray:
@@ -136,7 +192,7 @@ def _listed_copies(plan: Plan | None, lists: MoveLists, machine: Machine) -> Boo
     table = plan.copies
     columns = (table.storage.tolist(), table.device.tolist(), table.tier_offset_bytes.tolist())
     listed = set(zip(*columns, strict=True))
-    storage = np.repeat(np.arange(len(lists.copy_first) - 1), np.diff(lists.copy_first))
+    storage = _storage_of_copy(lists)
     device = [machine.devices[index] for index in lists.copy_device]
     slots = zip(storage.tolist(), device, lists.copy_offset.tolist(), strict=True)
     return np.array([slot in listed for slot in slots], dtype=bool)
@@ -170,12 +226,19 @@ def _storages(
     trace: Trace, needs: Residency, lists: MoveLists, placement: Placement
 ) -> RecordArray:
     status = np.where(placement.is_on_gpu, RESIDENT, np.where(needs.is_alive_at_cut, AWAY, ABSENT))
-    storages = records(STORAGE, len(trace.storages) + 1, first_copy=lists.copy_first)
+    count = len(trace.storages) + 1
+    storages = records(STORAGE, count, first_copy=lists.copy_first, overflow_offset=MISSING)
+    birth_rank = np.zeros(count - 1, dtype=np.int64)
+    birth_rank[needs.birth_storage] = np.arange(len(needs.birth_storage))
     columns = {
         "allocated_bytes": trace.storages.allocated_bytes,
         "nbytes": trace.storages.nbytes,
         "is_movable": needs.is_movable,
+        "is_small": trace.storages.allocated_bytes < SMALL_BYTES,
         "next_at_birth": needs.next_at_birth,
+        "birth_rank": birth_rank,
+        # What the iteration before has made is younger than what persists.
+        "serial": np.where(trace.is_persistent, np.arange(count - 1), count + birth_rank),
         "status": status,
         "next_access": needs.next_at_cut,
         "overflow_device": placement.overflow_device,
@@ -185,31 +248,14 @@ def _storages(
     return storages
 
 
-def _moves(
-    moves: PlannedMoves, lists: MoveLists, crossing: _Crossing, num_kernels: int
-) -> RecordArray:
-    # A tail that has given its memory back has nothing left to wait for.
-    is_over = moves.is_tail & (moves.free_by < num_kernels)
-    return records(
-        MOVE,
-        len(moves.storage),
-        storage=moves.storage,
-        copy=lists.copy,
-        is_tail=moves.is_tail,
-        writes=moves.writes,
-        state=np.where(crossing.has_left & ~is_over, LEFT, PENDING),
-    )
-
-
 def _kernel_lists(needs: Residency, lists: MoveLists) -> tuple[IntArray, dict[str, IntArray]]:
     """All rows by kernel, one list after the other, and where each kernel's begin."""
     parts = {
         "first_birth": (needs.birth_first, needs.birth_storage),
         "first_death": (needs.death_first, needs.death_storage),
-        "first_clean": (lists.clean_first, lists.clean_move),
+        "first_offload": (lists.offload_first, lists.offload_move),
         "first_free": (lists.free_first, lists.free_move),
         "first_prefetch": (lists.prefetch_first, lists.prefetch_move),
-        "first_release": (lists.release_first, lists.release_move),
     }
     columns, length = {"first_access": needs.access_first}, 0
     for name, (first, rows) in parts.items():
@@ -218,12 +264,15 @@ def _kernel_lists(needs: Residency, lists: MoveLists) -> tuple[IntArray, dict[st
     return np.concatenate([rows for _, rows in parts.values()]), columns
 
 
-def _heap(evictable: IntArray, next_access: IntArray, num_storages: int) -> RecordArray:
+def _heap(evictable: IntArray, storages: RecordArray) -> RecordArray:
     """Sorted entries are a heap."""
-    order = evictable[np.lexsort((evictable, -next_access[evictable]))]
-    heap = records(HEAP_ENTRY, ENTRIES_PER_STORAGE * num_storages + 1)
-    heap["key"][: len(order)] = next_access[order]
-    heap["storage"][: len(order)] = order
+    rows = storages[evictable]
+    key = rows["next_access"] - rows["is_small"] * CLASS
+    order = np.lexsort((-rows["serial"], -key))
+    heap = records(HEAP_ENTRY, ENTRIES_PER_STORAGE * len(storages))
+    heap["key"][: len(order)] = key[order]
+    heap["serial"][: len(order)] = rows["serial"][order]
+    heap["storage"][: len(order)] = evictable[order]
     return heap
 
 

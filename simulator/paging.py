@@ -1,8 +1,10 @@
 """Off plan: residency is tracked for real; what lacks is fetched, what is too much is evicted.
 
 Used when there is no plan, or the plan does not fit (DESIGN: Off plan). A kernel that waits evicts
-one storage after another, furthest next access first, until its own fits; then it fetches what is
-missing, ahead of planned chunks that have not started. Of the plan, what can be carried out is.
+one storage after another, in the order of :mod:`eviction_rule`, until its own fits; then it fetches
+what is missing, ahead of planned chunks that have not started. Of the plan, what can be carried out
+is. What is decided follows from the order of kernels alone, as in the executor: a write that is
+queued is a copy, for which memory that is to go waits.
 """
 
 from __future__ import annotations
@@ -11,28 +13,27 @@ from teraio.contracts.table import MISSING
 from teraio.simulator.channels import begin_transfer, request_pause
 from teraio.simulator.compilation import compiled
 from teraio.simulator.copies import (
-    invalidate_copies,
+    copy_device,
+    give_up_copies,
+    has_copy,
     leave_gpu,
-    overflow_target,
-    release_overflow,
     reserve_overflow,
-    valid_copy_device,
+    take_place,
 )
-from teraio.simulator.eviction_heap import pop_top, push_resident, top_resident
+from teraio.simulator.eviction_heap import pop_resident, push_resident
 from teraio.simulator.state import (
     ABSENT,
     ARRIVING,
     AWAY,
-    CANCELLED,
     DEMAND,
+    DEMAND_FETCH,
     DONE,
-    IDLE,
-    LEAVING,
-    LEFT,
+    EVICTION,
     NO_CAPACITY,
     NO_VICTIM,
-    PENDING,
+    OFFLOAD,
     PLANNED,
+    PREFETCH,
     READ,
     RESIDENT,
     WRITE,
@@ -44,50 +45,59 @@ from teraio.simulator.state import (
 
 @compiled
 def have_left(engine: Engine) -> bool:
-    """Whether every move with ``free_by`` at the current kernel has left, or has nothing to do."""
+    """Whether the copies of all that the current kernel's ``free_by`` sends away are written."""
     kernel = engine.stream[0].current
     for row in range(engine.kernels[kernel].first_free, engine.kernels[kernel + 1].first_free):
-        move = engine.moves[engine.lists[row]]
-        if move.state == PENDING:
-            status = engine.storages[move.storage].status
-            if status not in (AWAY, ABSENT):
-                return False
-            move.state = CANCELLED
-            move.is_withdrawn = move.writes
+        storage = engine.moves[engine.lists[row]].storage
+        holds_memory = engine.storages[storage].status in (RESIDENT, ARRIVING)
+        if holds_memory and has_copy(engine, storage) and is_in_transfer(engine, storage):
+            return False
     return True
 
 
 @compiled
+def is_in_transfer(engine: Engine, storage: int) -> bool:
+    """Whether a transfer still uses the memory of a storage."""
+    record = engine.storages[storage]
+    return bool(record.status == ARRIVING or record.num_leaving > 0)
+
+
+@compiled
 def give_back_memory(engine: Engine) -> None:
-    """Moves that have left give their GPU memory back at ``free_by``."""
+    """What has a copy gives its GPU memory back at ``free_by``; without one it stays."""
     kernel = engine.stream[0].current
     for row in range(engine.kernels[kernel].first_free, engine.kernels[kernel + 1].first_free):
-        move = engine.moves[engine.lists[row]]
-        if move.state == LEFT and engine.storages[move.storage].status == RESIDENT:
-            leave_gpu(engine, move.storage)
-        if move.is_tail:
-            move.state = PENDING
+        storage = engine.moves[engine.lists[row]].storage
+        if engine.storages[storage].status == RESIDENT and has_copy(engine, storage):
+            leave_gpu(engine, storage)
 
 
 @compiled
 def accept_prefetches(engine: Engine) -> None:
-    """Prefetches that find room take it, in queue order; others become demand fetches."""
+    """Prefetches that fit beside what the kernel creates take their memory, in queue order."""
     stream = engine.stream[0]
     kernel = stream.current
+    created_bytes = engine.kernels[kernel].workspace_bytes
+    for row in range(engine.kernels[kernel].first_birth, engine.kernels[kernel + 1].first_birth):
+        created_bytes += engine.storages[engine.lists[row]].allocated_bytes
     first, end = engine.kernels[kernel].first_prefetch, engine.kernels[kernel + 1].first_prefetch
     for row in range(first, end):
         move = engine.moves[engine.lists[row]]
         storage = engine.storages[move.storage]
-        has_copy = engine.copies[move.copy].is_valid
-        if move.state == LEFT and storage.status == AWAY and has_copy:
-            held_after = stream.held + needed_bytes(engine)
-            if storage.next_access != kernel:
-                held_after += storage.allocated_bytes
-            if held_after <= stream.capacity:
-                storage.status = ARRIVING
-                stream.held += storage.allocated_bytes
-                move.is_accepted = True
-        move.state = PENDING
+        if storage.status != AWAY:
+            continue
+        if stream.held + storage.allocated_bytes + created_bytes > stream.capacity:
+            engine.account[0].dropped_prefetches += 1
+            continue
+        storage.status = ARRIVING
+        storage.is_fresh = True
+        stream.held += storage.allocated_bytes
+        push_if_movable(engine, move.storage)
+        if engine.copies[move.copy].is_valid:
+            move.is_accepted = True
+        else:
+            channel = 2 * copy_device(engine, move.storage) + READ
+            queue_errand(engine, channel, move.storage, PREFETCH)
 
 
 @compiled
@@ -113,45 +123,53 @@ def make_room(engine: Engine) -> tuple[bool, int]:
     """
     stream = engine.stream[0]
     while stream.held + needed_bytes(engine) > stream.capacity:
-        if stream.is_evicting:
+        if stream.evicted == MISSING:
+            failure = choose_victim(engine)
+            if failure != DONE:
+                return False, failure
+        if is_in_transfer(engine, stream.evicted):
             return False, DONE
-        victim = top_resident(engine)
-        if victim == MISSING or engine.storages[victim].next_access <= stream.current:
-            return False, DONE if is_any_in_transfer(engine) else NO_VICTIM
-        pop_top(engine)
-        engine.account[0].evictions += 1
-        if valid_copy_device(engine, victim) != MISSING:
-            leave_gpu(engine, victim)
-        elif not begin_eviction(engine, victim):
-            return False, NO_CAPACITY
+        leave_gpu(engine, stream.evicted)
+        stream.evicted = MISSING
+    end_eviction(engine)
     fetch_missing(engine)
     add_births(engine)
     return True, DONE
 
 
 @compiled
-def is_any_in_transfer(engine: Engine) -> bool:
-    """Whether some transfer under way may yet change what can be evicted."""
-    for index in range(engine.channels.size):
-        if engine.channels[index].phase != IDLE or engine.channels[index].suspended > 0:
-            return True
-    return False
+def choose_victim(engine: Engine) -> int:
+    """Note who is to leave, and issue its write if it has no copy; a failure or DONE.
+
+    One that no device has room for stays: another, smaller one may still find a place.
+    """
+    stream = engine.stream[0]
+    while True:
+        victim = pop_resident(engine)
+        if victim == MISSING:
+            return NO_CAPACITY if stream.num_aside > 0 else NO_VICTIM
+        if has_copy(engine, victim):
+            break
+        device = reserve_overflow(engine, victim)
+        if device != MISSING:
+            engine.storages[victim].num_leaving += 1
+            engine.account[0].eviction_bytes += engine.storages[victim].nbytes
+            queue_errand(engine, 2 * device + WRITE, victim, EVICTION)
+            break
+        engine.aside[stream.num_aside] = victim
+        stream.num_aside += 1
+    engine.account[0].evictions += 1
+    stream.evicted = victim
+    return DONE
 
 
 @compiled
-def begin_eviction(engine: Engine, victim: int) -> bool:
-    """Queue the demand write of a victim; False if no device has room for it."""
-    stream, storage = engine.stream[0], engine.storages[victim]
-    device = overflow_target(engine, victim)
-    if device == MISSING:
-        stream.last_left = victim
-        return False
-    reserve_overflow(engine, victim, device)
-    storage.status = LEAVING
-    stream.is_evicting = True
-    engine.account[0].eviction_bytes += storage.nbytes
-    queue_demand(engine, 2 * device + WRITE, victim)
-    return True
+def end_eviction(engine: Engine) -> None:
+    """Those that found no place are asked again the next time."""
+    stream = engine.stream[0]
+    for row in range(stream.num_aside):
+        push_resident(engine, engine.aside[row])
+    stream.num_aside = 0
 
 
 @compiled
@@ -167,7 +185,7 @@ def fetch_missing(engine: Engine) -> None:
             stream.held += storage.allocated_bytes
             account.demand_fetches += 1
             account.demand_fetch_bytes += storage.nbytes
-            queue_demand(engine, 2 * valid_copy_device(engine, index) + READ, index)
+            queue_errand(engine, 2 * copy_device(engine, index) + READ, index, DEMAND_FETCH)
     stream.last_arrived = MISSING
 
 
@@ -181,6 +199,7 @@ def add_births(engine: Engine) -> None:
         storage = engine.storages[index]
         storage.status = RESIDENT
         storage.next_access = storage.next_at_birth
+        storage.serial = 2 * engine.storages.size + storage.birth_rank
         stream.held += storage.allocated_bytes
         if storage.next_access != stream.current:
             push_if_movable(engine, index)
@@ -202,42 +221,80 @@ def storages_are_resident(engine: Engine) -> bool:
 
 @compiled
 def pages_at_kernel_start(engine: Engine) -> None:
-    """Accesses end periods: overflow copies go, written storages lose theirs."""
+    """Accesses end periods, and written storages lose their copies."""
     kernel = engine.stream[0].current
     this, following = engine.kernels[kernel], engine.kernels[kernel + 1]
     for row in range(this.first_access, following.first_access):
         access = engine.accesses[row]
         engine.storages[access.storage].next_access = access.next_access
-        release_overflow(engine, access.storage)
+        engine.storages[access.storage].is_fresh = False
         if access.writes:
-            invalidate_copies(engine, access.storage)
+            give_up_copies(engine, access.storage)
         push_if_movable(engine, access.storage)
-    for row in range(this.first_release, following.first_release):
-        engine.copies[engine.moves[engine.lists[row]].copy].is_valid = False
 
 
 @compiled
 def pages_at_kernel_end(engine: Engine) -> None:
-    """Deaths give memory and copies back; moves without a write leave."""
+    """Offloads are issued, deaths give memory and copies back, and with them places.
+
+    At the cut of an iteration that did not go by its plan, offloads without a place are given up.
+    """
     stream = engine.stream[0]
     this, following = engine.kernels[stream.current], engine.kernels[stream.current + 1]
+    num_refused = 0
+    for row in range(this.first_offload, following.first_offload):
+        if not issue_offload(engine, engine.lists[row]):
+            engine.aside[num_refused] = engine.lists[row]
+            num_refused += 1
     for row in range(this.first_death, following.first_death):
-        index = engine.lists[row]
-        storage = engine.storages[index]
-        if storage.status != AWAY:
-            stream.held -= storage.allocated_bytes
-        storage.status = ABSENT
-        release_overflow(engine, index)
-        invalidate_copies(engine, index)
-    for row in range(this.first_clean, following.first_clean):
-        move = engine.moves[engine.lists[row]]
-        is_resident = engine.storages[move.storage].status == RESIDENT
-        move.state = LEFT if is_resident and engine.copies[move.copy].is_valid else CANCELLED
+        bury(engine, engine.lists[row])
+    if stream.current + 1 < stream.num_kernels or is_on_plan(engine):
+        for row in range(num_refused):
+            issue_offload(engine, engine.aside[row])
+
+
+@compiled
+def bury(engine: Engine, index: int) -> None:
+    """A storage has died."""
+    storage = engine.storages[index]
+    if storage.status != AWAY:
+        engine.stream[0].held -= storage.allocated_bytes
+    storage.status = ABSENT
+    give_up_copies(engine, index)
+
+
+@compiled
+def is_on_plan(engine: Engine) -> bool:
+    """Whether nothing had to be evicted or fetched, and no prefetch dropped, in this iteration."""
+    account = engine.account[0]
+    return bool(account.evictions + account.demand_fetches + account.dropped_prefetches == 0)
+
+
+@compiled
+def issue_offload(engine: Engine, index: int) -> bool:
+    """Queue a planned write, if there is anything to write; False if its place holds another's only
+    copy.
+    """
+    move = engine.moves[index]
+    copy, storage = engine.copies[move.copy], engine.storages[move.storage]
+    if storage.status not in (RESIDENT, ARRIVING) or (copy.is_valid and not move.writes):
+        return True
+    if not take_place(engine, move.storage, copy.device, copy.begin):
+        return False
+    give_up_copies(engine, move.storage)
+    copy.is_valid = True
+    storage.num_leaving += 1
+    if move.writes:
+        move.num_issued += 1
+    else:
+        # The clean copy that the plan counts on is gone.
+        queue_errand(engine, 2 * copy.device + WRITE, move.storage, OFFLOAD)
+    return True
 
 
 @compiled
 def push_if_movable(engine: Engine, storage: int) -> None:
-    """A resident storage that holds memory and may move can be evicted."""
+    """A storage that holds memory and may move can be evicted."""
     if engine.storages[storage].is_movable:
         push_resident(engine, storage)
 
@@ -246,66 +303,59 @@ def push_if_movable(engine: Engine, storage: int) -> None:
 
 
 @compiled
-def queue_demand(engine: Engine, index: int, storage: int) -> None:
-    """Let a storage move as soon as the chunk under way has."""
-    channel = engine.channels[index]
-    if channel.demand_head == channel.demand_end:
+def queue_errand(engine: Engine, index: int, storage: int, cause: int) -> None:
+    """Let a storage move outside the static order, as soon as the chunk under way has."""
+    channel, errands = engine.channels[index], engine.demand[index]
+    if channel.demand_end == errands.size:
+        for row in range(channel.demand_head, channel.demand_end):
+            errands[row - channel.demand_head] = errands[row]
+        channel.demand_end -= channel.demand_head
         channel.demand_head = 0
-        channel.demand_end = 0
-    engine.demand[index, channel.demand_end] = storage
+    errands[channel.demand_end].storage = storage
+    errands[channel.demand_end].cause = cause
     channel.demand_end += 1
     request_pause(engine, index)
 
 
 @compiled
-def begin_demand(engine: Engine, index: int) -> bool:
-    """Start the next demand transfer of an idle channel; False if there is none."""
+def begin_errand(engine: Engine, index: int) -> bool:
+    """Start the next such transfer on an idle channel; False if there is none."""
     channel = engine.channels[index]
     if channel.demand_head == channel.demand_end:
         return False
-    storage = engine.demand[index, channel.demand_head]
+    errand = engine.demand[index, channel.demand_head]
     channel.demand_head += 1
-    kernel, nbytes = engine.stream[0].current, engine.storages[storage].nbytes
-    begin_transfer(engine, index, DEMAND, MISSING, storage, kernel, nbytes)
+    channel.cause = errand.cause
+    kernel, nbytes = engine.stream[0].current, engine.storages[errand.storage].nbytes
+    begin_transfer(engine, index, DEMAND, MISSING, errand.storage, kernel, nbytes)
     return True
 
 
 @compiled
 def is_wanted(engine: Engine, index: int) -> bool:
-    """Whether the head of a queue still has something to move; notes that an offload begins."""
+    """Whether the head of a queue is to be served; notes that an offload begins."""
     channel = engine.channels[index]
-    entry = engine.entries[channel.head]
-    move, storage = engine.moves[entry.move], engine.storages[entry.storage]
+    move = engine.moves[engine.entries[channel.head].move]
     if channel.suspended > 0:
         return True
     if index % 2 == READ:
         return bool(move.is_accepted)
-    if move.is_withdrawn:
-        move.is_withdrawn = False
+    if move.num_issued == 0:
         return False
-    if storage.status != RESIDENT:
-        move.state = CANCELLED
-        return False
-    storage.status = LEAVING
+    move.num_issued -= 1
     return True
 
 
 @compiled
 def end_paged_transfer(engine: Engine, index: int, purpose: int, move: int, storage: int) -> None:
-    """A transfer is over: the storage is on the GPU again, or has a copy."""
+    """A transfer is over: the storage is on the GPU again, or has its copy."""
     stream = engine.stream[0]
     if index % 2 == WRITE:
         stream.last_left = storage
-        if purpose == DEMAND:
-            stream.is_evicting = False
-            leave_gpu(engine, storage)
-            return
-        engine.moves[move].state = LEFT
-        engine.copies[engine.moves[move].copy].is_valid = True
-    else:
-        if purpose == PLANNED:
-            engine.moves[move].is_accepted = False
-        if engine.storages[storage].next_access == stream.current:
-            stream.last_arrived = storage
+        engine.storages[storage].num_leaving -= 1
+        return
+    if purpose == PLANNED:
+        engine.moves[move].is_accepted = False
+    if engine.storages[storage].next_access == stream.current:
+        stream.last_arrived = storage
     engine.storages[storage].status = RESIDENT
-    push_if_movable(engine, storage)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from teraio.contracts.table import BoolArray, IntArray
+from teraio.contracts.table import IntArray
 from teraio.simulator.plan_checks import PlannedMoves
 from teraio.simulator.state import ENTRY, NEVER, READ, WRITE, RecordArray, records
 from teraio.simulator.trace_arrays import group_by
@@ -30,20 +30,17 @@ class Queues(NamedTuple):
 class MoveLists(NamedTuple):
     """Moves by kernel, for a run off plan. ``*_first`` are offsets of kernels into the lists.
 
-    clean: moves without a write, by offload_start. free: all, by free_by. prefetch: by
-    prefetch_start, in queue order. release: by before_kernel, those after which the copy goes.
+    offload: by offload_start, prefetch: by prefetch_start, both in queue order; free: by free_by.
     ``copy`` numbers each move's slot; ``copy_first`` are offsets of storages into
     ``copy_device`` and ``copy_offset``.
     """
 
-    clean_first: IntArray
-    clean_move: IntArray
+    offload_first: IntArray
+    offload_move: IntArray
     free_first: IntArray
     free_move: IntArray
     prefetch_first: IntArray
     prefetch_move: IntArray
-    release_first: IntArray
-    release_move: IntArray
     copy: IntArray
     copy_first: IntArray
     copy_device: IntArray
@@ -126,19 +123,18 @@ def build_move_lists(moves: PlannedMoves, num_kernels: int, num_storages: int) -
     """Moves by the kernels at which a run off plan has to look at them."""
     rows = np.arange(len(moves.storage))
     copy, copy_storage, copy_device, copy_offset = _copies(moves)
+    shift = moves.offload_start // num_kernels
+    offloads = np.lexsort((rows, moves.after_kernel - shift * num_kernels))
     shift = moves.prefetch_start // num_kernels
-    queue_order = np.lexsort((rows, moves.end - shift * num_kernels))
-    is_released = ~moves.is_tail & ~_is_used_again(moves, copy)
-    clean = _by_kernel(rows[~moves.writes], moves.offload_start, num_kernels)
+    prefetches = np.lexsort((rows, moves.end - shift * num_kernels))
+    prefetches = prefetches[~moves.is_tail[prefetches]]
+    offload = _by_kernel(offloads, moves.offload_start, num_kernels)
     free = _by_kernel(rows, moves.free_by, num_kernels)
-    prefetches = queue_order[~moves.is_tail[queue_order]]
     prefetch = _by_kernel(prefetches, moves.prefetch_start, num_kernels)
-    release = _by_kernel(rows[is_released], moves.end, num_kernels)
     return MoveLists(
-        *clean,
+        *offload,
         *free,
         *prefetch,
-        *release,
         copy=copy,
         copy_first=np.searchsorted(copy_storage, np.arange(num_storages + 1)),
         copy_device=copy_device,
@@ -157,16 +153,3 @@ def _copies(moves: PlannedMoves) -> tuple[IntArray, IntArray, IntArray, IntArray
     unique, copy = np.unique(keys, axis=0, return_inverse=True)
     storage, device, offset = (np.ascontiguousarray(column) for column in unique.T)
     return copy.reshape(-1), storage, device, offset
-
-
-def _is_used_again(moves: PlannedMoves, copy: IntArray) -> BoolArray:
-    """Whether the next move with the same slot, cyclically, reuses the copy instead of writing."""
-    order = np.lexsort((moves.after_kernel, copy))
-    first = np.searchsorted(copy[order], copy[order])
-    following = np.arange(len(order)) + 1
-    is_last = np.ones(len(order), dtype=bool)
-    is_last[:-1] = copy[order][1:] != copy[order][:-1]
-    following[is_last] = first[is_last]
-    result = np.empty(len(order), dtype=bool)
-    result[order] = ~moves.writes[order[following]]
-    return result

@@ -31,11 +31,8 @@ PLANNED, DEMAND = 0, 1
 FREES, ROOM, READS, RUNNING = 0, 1, 2, 3
 """Stages of a kernel: it waits for moves to leave, for room (off plan), for storages; it runs."""
 
-ABSENT, RESIDENT, LEAVING, AWAY, ARRIVING = 0, 1, 2, 3, 4
-"""Status of a storage off plan. LEAVING and ARRIVING hold GPU memory, AWAY has a valid copy."""
-
-PENDING, LEFT, CANCELLED = 0, 1, 2
-"""State of a move off plan: LEFT has its copy, CANCELLED has nothing to move."""
+ABSENT, RESIDENT, AWAY, ARRIVING = 0, 1, 2, 3
+"""Status of a storage off plan. ARRIVING holds GPU memory, AWAY has a copy."""
 
 DONE, STUCK, NO_CAPACITY, NO_VICTIM = 0, 1, 2, 3
 """How an iteration ended."""
@@ -52,38 +49,53 @@ def _record(integers: str, floats: str = "") -> np.dtype[Any]:
 
 KERNEL = _record(
     "duration gap gpu_bytes workspace_bytes "
-    "first_access first_birth first_death first_clean first_free first_prefetch first_release"
+    "first_access first_birth first_death first_offload first_free first_prefetch"
 )
 """One more record than kernels: ``first_*`` of the next kernel ends a kernel's rows.
 
 ``gpu_bytes`` as planned, workspace included. Rows of accesses lie in ``Engine.accesses``, all
-others in ``Engine.lists``: births and deaths are storages, the rest moves: without a write by
-offload_start (clean), all by free_by (free), by prefetch_start in queue order (prefetch), and by
-before_kernel those after which the copy goes (release).
+others in ``Engine.lists``: births and deaths are storages, the rest moves: by offload_start and by
+prefetch_start, both in queue order, and by free_by.
 """
 
 ACCESS = _record("storage writes next_access")
 """``next_access``: unrolled kernel of the access that follows, or NEVER."""
 
 STORAGE = _record(
-    "allocated_bytes nbytes is_movable next_at_birth first_copy status next_access overflow_device "
-    "num_pushes"
+    "allocated_bytes nbytes is_movable is_small next_at_birth birth_rank first_copy "
+    "status next_access is_fresh serial num_leaving overflow_device overflow_offset num_pushes"
 )
-"""One more record than storages, which ends the last one's copies; ``num_pushes`` into the heap."""
+"""One more record than storages, which ends the last one's copies.
 
-MOVE = _record("storage copy is_tail writes state is_withdrawn is_accepted")
-"""``is_withdrawn``: its entry in a write queue is to be skipped; ``is_accepted``: its prefetch has
-taken GPU memory."""
+``is_fresh``: fetched ahead of its use, which is yet to come. ``serial`` grows with the moment of
+birth. ``num_leaving``: writes of it that are queued or under way; its memory cannot go before.
+``overflow_device`` holds a copy that the plan does not know (MISSING: none), in a gap of the arenas
+at ``overflow_offset``, or with MISSING beside them. ``num_pushes`` into the heap.
+"""
 
-COPY = _record("device is_valid")
-"""A slot of the plan's that holds, or will hold, the copy of one storage."""
+MOVE = _record("storage copy writes num_issued is_accepted")
+"""``num_issued``: entries in its write queue that are to be served; ``is_accepted``: its prefetch
+has taken GPU memory, and its entry in the read queue is to be served.
+"""
 
-DEVICE = _record("alignment room lowest_room")
-"""Overflow room in bytes, and the lowest it was in this iteration."""
+COPY = _record("device begin end is_valid")
+"""Bytes of a device that the plan has for the copy of one storage. It is valid from the moment at
+which its write is issued (the storage's ``num_leaving`` tells whether that is over).
+"""
+
+PLACE = _record("copy storage begin end reach")
+"""A row of ``copies`` in the order of devices and offsets; ``reach``: highest end on that device up
+to here.
+"""
+
+DEVICE = _record("alignment room lowest_room arena_bytes first_place")
+"""Overflow room in bytes, and the lowest it was in this iteration; where the plan's arena ends. One
+more record than devices, which ends the last one's places.
+"""
 
 CHANNEL = _record(
     "first_entry num_entries head trigger latency "
-    "phase purpose move storage for_kernel anchor finish after_stop suspended served "
+    "phase purpose cause move storage for_kernel anchor finish after_stop suspended served "
     "started segment_bytes finished_at demand_head demand_end busy moved_bytes",
     "solo_rate duplex_rate memory_weight remaining rate",
 )
@@ -97,28 +109,32 @@ counts entries of the queue, from the first of this iteration (negative: of the 
 ENTRY = _record("move storage nbytes trigger for_kernel")
 """A planned transfer. Offloads start after kernel ``trigger``, prefetches before it."""
 
+ERRAND = _record("storage cause")
+"""A transfer outside the static order; ``cause``: of its event."""
+
 LINK = _record("", "solo_rate duplex_rate left share")
 """One direction of the GPU's link; ``left`` and ``share`` are scratch of the filling."""
 
-HEAP_ENTRY = _record("key storage push")
+HEAP_ENTRY = _record("key serial storage push")
 """``push``: which of the storage's it was; only the latest entry of a storage counts."""
 
 EVENT = _record("what kernel storage channel start end nbytes cause")
 
 STREAM = _record(
     "num_kernels is_paged capacity now current stage ready opened_at kernel_start kernel_anchor "
-    "kernel_finish memory_cause read_cause last_left last_arrived held is_evicting active_mask "
-    "rates_are_due heap_size num_events",
+    "kernel_finish memory_cause read_cause last_left last_arrived held evicted num_aside "
+    "num_in_gaps active_mask rates_are_due heap_size num_events",
     "work factor memory_rate",
 )
 """Clock and compute stream. ``ready`` is the end of the gap before the current kernel, which had
 its memory at ``opened_at``; ``held`` are GPU bytes of storages; at ``kernel_anchor`` ``work``
-picoseconds were left, slowed down by ``factor`` since.
+picoseconds were left, slowed down by ``factor`` since. ``evicted``: the storage whose memory is to
+go next, or MISSING.
 """
 
 ACCOUNT = _record(
     "alone overlapped stall_read stall_memory gap iteration peak_bytes "
-    "demand_fetches demand_fetch_bytes evictions eviction_bytes"
+    "demand_fetches demand_fetch_bytes evictions eviction_bytes dropped_prefetches"
 )
 """Sums over one iteration; the first five add up to ``iteration``."""
 
@@ -129,7 +145,9 @@ class Engine(NamedTuple):
     ``required[k, c]``: entries that channel c must have served before kernel k may start.
     ``rates[mask]``: fair rates while the channels in the bit mask are active, where
     ``is_known[mask]``. ``slowdown`` is indexed by (reads active) + 2 * (writes active).
-    ``demand[c]``: storages whose demand transfers channel c owes. An empty log records nothing.
+    ``demand[c]``: transfers that channel c owes beside its queue. ``aside``: storages that no
+    device has room for, while others are asked; ``in_gaps``: those with a copy in a gap of the
+    arenas, in the order of devices and offsets. An empty log records nothing.
     """
 
     stream: RecordArray
@@ -140,11 +158,14 @@ class Engine(NamedTuple):
     storages: RecordArray
     moves: RecordArray
     copies: RecordArray
+    places: RecordArray
     devices: RecordArray
     channels: RecordArray
     entries: RecordArray
     required: IntArray
-    demand: IntArray
+    demand: RecordArray
+    aside: IntArray
+    in_gaps: IntArray
     heap: RecordArray
     links: RecordArray
     rates: FloatArray

@@ -73,15 +73,20 @@ def state_at_cut(engine: Engine) -> bytes:
     columns = {
         "channels": "phase purpose move storage anchor finish remaining rate after_stop suspended "
         "served",
-        "storages": "status overflow_device",
+        "storages": "status is_fresh num_leaving overflow_device overflow_offset",
         "copies": "is_valid",
-        "moves": "state is_withdrawn is_accepted",
+        "moves": "num_issued is_accepted",
     }
+    errands = [
+        engine.demand[number, channel["demand_head"] : channel["demand_end"]].tobytes()
+        for number, channel in enumerate(engine.channels)
+        if channel["demand_end"] > channel["demand_head"]
+    ]
     return b"".join(
         getattr(engine, table)[name].tobytes()
         for table, names in columns.items()
         for name in names.split()
-    )
+    ) + b"|".join(errands)
 
 
 def clear_sums(engine: Engine) -> None:

@@ -27,7 +27,9 @@ class Residency(NamedTuple):
     """Who needs what when. ``*_first`` are offsets of kernels into the lists after them.
 
     ``access_next``, ``next_at_birth`` and ``next_at_cut`` are unrolled kernel indices of the access
-    that follows, or NEVER. ``required_bytes`` is what each kernel needs with all else evicted.
+    that follows, or NEVER; after the last access of a life that wraps around the cut, of the first
+    one in the next life, as in the executor. ``required_bytes`` is what each kernel needs with all
+    else evicted.
     """
 
     is_movable: BoolArray
@@ -108,7 +110,7 @@ def _build_residency(trace: Trace) -> Residency:
     is_movable = storages.resizable & (storages.allocated_bytes > 0)
     return Residency(
         is_movable=is_movable,
-        is_alive_at_cut=trace.is_persistent | (storages.death < storages.birth),
+        is_alive_at_cut=_is_alive_at_cut(trace),
         access_first=np.searchsorted(accesses.kernel, np.arange(num_kernels + 1)),
         access_storage=accesses.storage,
         access_writes=accesses.writes,
@@ -121,6 +123,11 @@ def _build_residency(trace: Trace) -> Residency:
         next_at_cut=_next_at_cut(trace),
         required_bytes=_required_bytes(trace, is_movable),
     )
+
+
+def _is_alive_at_cut(trace: Trace) -> BoolArray:
+    result: BoolArray = trace.is_persistent | (trace.storages.death < trace.storages.birth)
+    return result
 
 
 def group_by(keys: IntArray, num_groups: int) -> tuple[IntArray, IntArray]:
@@ -140,7 +147,7 @@ def _next_accesses(trace: Trace) -> IntArray:
     result = np.full(len(order.row), NEVER)
     inner = np.flatnonzero(~order.is_last)
     result[inner] = order.kernel[inner] + order.position[inner + 1] - order.position[inner]
-    last = np.flatnonzero(order.is_last & trace.is_persistent[order.storage])
+    last = np.flatnonzero(order.is_last & _is_alive_at_cut(trace)[order.storage])
     first_position = order.position[_first_rows(order)][np.cumsum(order.is_last) - order.is_last]
     result[last] = order.kernel[last] + num_kernels + first_position[last] - order.position[last]
     in_trace_order = np.empty_like(result)
@@ -165,12 +172,10 @@ def _next_at_birth(trace: Trace) -> IntArray:
 
 
 def _next_at_cut(trace: Trace) -> IntArray:
-    """First access at or after kernel 0 of the life that crosses the cut, or NEVER, (S,)."""
-    storages, accesses = trace.storages, trace.accesses
-    death = storages.death[accesses.storage]
-    in_life = (death < 0) | (accesses.kernel <= death)
-    result = np.full(len(storages), NEVER)
-    np.minimum.at(result, accesses.storage[in_life], accesses.kernel[in_life])
+    """First access at or after kernel 0 of what is alive at the cut, or NEVER, (S,)."""
+    accesses = trace.accesses
+    result = np.full(len(trace.storages), NEVER)
+    np.minimum.at(result, accesses.storage, accesses.kernel)
     return result
 
 

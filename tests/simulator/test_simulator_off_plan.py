@@ -20,7 +20,7 @@ CHUNK = 256 * 10**6
 def test_furthest_next_access_leaves_and_the_cycle_has_two_iterations(case: CaseBuilder) -> None:
     """Room for two of three storages; which two are there alternates from cut to cut."""
     c = case(gpu_bytes=20).storage("x", 10).storage("y", 10).storage("z", 10)
-    c.kernel("x").kernel("y").kernel("z").kernel("x")
+    c.kernel(writes=["x"]).kernel(writes=["y"]).kernel(writes=["z"]).kernel(writes=["x"])
     s = c.simulate()
     # Start: x and y on the GPU, in order of first access; z on the host.
     # even  k0 [0,1)  k1 [1,2)  y out (next access k5, x k3), z in  k2 [4,5)  k3 [5,6)
@@ -67,7 +67,7 @@ def test_storage_never_accessed_again_leaves_first(case: CaseBuilder) -> None:
 def test_storage_of_the_waiting_kernel_stays(case: CaseBuilder) -> None:
     """What the kernel accesses is not evicted for it, even if nothing else is used so late."""
     c = case(gpu_bytes=30).storage("x", 10).storage("y", 10).storage("u", 20, birth=1, death=1)
-    c.kernel("y").kernel("x", writes=["u"]).kernel("y")
+    c.kernel(writes=["y"]).kernel("x", writes=["u"]).kernel("y")
     s = c.simulate()
     # k1 accesses x (next: k4) and needs 20 more; y (next: k2) leaves all the same.
     assert s.transfers == [
@@ -80,7 +80,7 @@ def test_storage_of_the_waiting_kernel_stays(case: CaseBuilder) -> None:
 def test_workspace_needs_room_too(case: CaseBuilder) -> None:
     """Scratch of a kernel counts while it runs."""
     c = case(gpu_bytes=20).storage("x", 10).storage("y", 10)
-    c.kernel("x").kernel("y", workspace=5).kernel("x")
+    c.kernel(writes=["x"]).kernel("y", workspace=5).kernel("x")
     s = c.simulate()
     assert s.transfers == [
         ("x", "host write", "eviction", 1, 2),
@@ -106,19 +106,20 @@ def test_valid_copy_is_dropped_at_no_cost(case: CaseBuilder) -> None:
     assert s.timeline.metadata.demand_fetches == 0
 
 
-def test_eviction_before_the_planned_offload_cancels_the_move(case: CaseBuilder) -> None:
-    """x has to go before its offload's turn; the prefetch is dropped, x comes back on demand."""
+def test_eviction_before_the_planned_offload_leaves_the_prefetch(case: CaseBuilder) -> None:
+    """x has to go before its offload's turn: it goes elsewhere, and comes back from there."""
     c = case(gpu_bytes=30).storage("x", 10).storage("w", 10).storage("u", 20, birth=1, death=1)
-    c.kernel("x", "w").kernel(writes=["u"]).kernel("w").kernels(2).kernel("x")
-    c.move("x", 0, 5, offload=2, free=4, prefetch=5)
+    c.kernel("w", writes=["x"]).kernel(writes=["u"]).kernel("w").kernels(2).kernel("x")
+    c.move("x", 0, 5, offload=2, free=3, prefetch=4)
     s = c.simulate()
     # k1 needs 20 beside x and w: x (k5) goes before w (k2), to the host: [1,2)
-    # k1 [2,3) k2 k3 k4 [5,6); x in on demand, from the host, [6,7); k5 [7,8)
+    # k1 [2,3) k2 k3 k4 [5,6), meanwhile x in
     assert s.transfers == [
         ("x", "host write", "eviction", 1, 2),
-        ("x", "host read", "demand_fetch", 6, 7),
+        ("x", "host read", "prefetch", 5, 6),
     ]
-    assert s.seconds == 8
+    assert s.seconds == 7
+    assert s.timeline.metadata.demand_fetches == 0
 
 
 def test_prefetch_without_room_becomes_a_demand_fetch(case: CaseBuilder) -> None:
@@ -142,7 +143,7 @@ def test_demand_fetch_comes_between_chunks(case: CaseBuilder) -> None:
     """It waits for the chunk under way, not for the transfer."""
     c = case(gpu_bytes=5 * CHUNK, host={"read_rate": CHUNK, "write_rate": CHUNK})
     c.storage("y", 3 * CHUNK).storage("x", CHUNK).storage("u", 5 * CHUNK, birth=4, death=4)
-    c.kernel("y", "x").kernels(3).kernel(writes=["u"]).kernel(seconds=0.5)
+    c.kernel("y", writes=["x"]).kernels(3).kernel(writes=["u"]).kernel(seconds=0.5)
     c.kernel("x").kernel().kernel("y")
     c.move("y", 0, 8, offload=0, free=4, prefetch=5, device="host")
     s = c.simulate()
@@ -166,7 +167,8 @@ def test_resumed_transfer_pays_no_second_latency(case: CaseBuilder) -> None:
     host = {"read_rate": CHUNK, "write_rate": CHUNK, "latency_seconds": 0.5}
     c = case(gpu_bytes=5 * CHUNK, host=host)
     c.storage("y", 3 * CHUNK).storage("x", CHUNK).storage("u", 5 * CHUNK, birth=5, death=5)
-    c.kernel("y", "x").kernels(4).kernel(writes=["u"]).kernel().kernel("x").kernels(2).kernel("y")
+    c.kernel("y", writes=["x"]).kernels(4).kernel(writes=["u"]).kernel().kernel("x")
+    c.kernels(2).kernel("y")
     c.move("y", 0, 10, offload=0, free=5, prefetch=6, device="host")
     s = c.simulate()
     # y out [1,4.5); k5 at 5: x out [5,6.5), k5 [6.5,7.5); y in from 7.5: latency, chunk [8,9)
@@ -187,7 +189,7 @@ def test_full_host_overflows_to_the_ssd_with_most_room(case: CaseBuilder) -> Non
         more_ssds=[{"name": "ssd1", "capacity_bytes": 20}],
     )
     c.storage("x", 10).storage("u", 20, birth=1, death=1)
-    c.kernel("x").kernel(writes=["u"]).kernel("x")
+    c.kernel(writes=["x"]).kernel(writes=["u"]).kernel("x")
     s = c.simulate()
     assert s.transfers == [
         ("x", "ssd1 write", "eviction", 1, 2),
@@ -199,7 +201,7 @@ def test_host_slots_are_whole_blocks(case: CaseBuilder) -> None:
     """10 bytes take 512 on the host; the peak says so."""
     c = case(gpu_bytes=20, host={"memory_bytes": 600}).storage("x", 10)
     c.storage("u", 20, birth=1, death=1)
-    c.kernel("x").kernel(writes=["u"]).kernel("x")
+    c.kernel(writes=["x"]).kernel(writes=["u"]).kernel("x")
     s = c.simulate()
     assert s.transfers[0] == ("x", "host write", "eviction", 1, 2)
     assert s.timeline.metadata.peak_host_bytes == 512
@@ -209,7 +211,7 @@ def test_planned_arena_is_not_overflow(case: CaseBuilder) -> None:
     """What the plan reserves on the host cannot take an eviction."""
     c = case(gpu_bytes=30, host={"memory_bytes": 1024}, arena_bytes={"host": 1024})
     c.storage("x", 10).storage("w", 10).storage("u", 20, birth=1, death=1)
-    c.kernel("x", "w").kernel(writes=["u"]).kernel("w").kernels(2).kernel("x")
+    c.kernel("w", writes=["x"]).kernel(writes=["u"]).kernel("w").kernels(2).kernel("x")
     c.move("x", 0, 5, offload=2, free=4, prefetch=5, device="host")
     assert c.simulate().transfers[0] == ("x", "ssd write", "eviction", 1, 2)
 
@@ -223,7 +225,7 @@ def test_ssd_without_room_for_its_bounce_buffer_takes_no_overflow(case: CaseBuil
         more_ssds=[{"name": "ssd1", "gds": False, "bounce_bytes": 400, "capacity_bytes": 20}],
     )
     c.storage("x", 10).storage("u", 20, birth=1, death=1)
-    c.kernel("x").kernel(writes=["u"]).kernel("x")
+    c.kernel(writes=["x"]).kernel(writes=["u"]).kernel("x")
     assert c.simulate().transfers[0] == ("x", "ssd1 write", "eviction", 1, 2)
 
 
@@ -273,16 +275,124 @@ def test_budgets_given_here_come_before_the_plans(case: CaseBuilder) -> None:
 
 
 def test_stale_clean_copy_is_written_not_trusted(case: CaseBuilder) -> None:
-    """The first move is cancelled by an eviction, so the second has no copy to rely on."""
+    """x is evicted before the first move, so the second has no copy in its place to rely on."""
     c = case(gpu_bytes=30).storage("x", 10).storage("w", 10).storage("u", 20, birth=1, death=1)
     c.kernel("w", writes=["x"]).kernel(writes=["u"]).kernel("w").kernel().kernel("x")
     c.kernels(3).kernel("x")
     c.move("x", 0, 4, offload=2, free=3, prefetch=4)
     c.move("x", 4, 8, offload=4, free=6, prefetch=7, writes=False)
     s = c.simulate()
-    # x is evicted at k1 and fetched for k4; nothing else needs room, so it just stays for k8.
+    # x out at k1 [1,2); k4 [5,6) waits for nothing: its prefetch is due before it, [5,6), k4 [6,7)
+    assert s.transfers == [
+        ("x", "host write", "eviction", 1, 2),
+        ("x", "host read", "prefetch", 5, 6),
+        ("x", "ssd write", "offload", 7, 8),
+        ("x", "ssd read", "prefetch", 9, 10),
+    ]
+    assert s.held_bytes[6] == 10
+
+
+def test_copy_of_an_eviction_lasts_until_the_storage_is_written(case: CaseBuilder) -> None:
+    """Parameters that are only read are written once, before the iterations that are reported."""
+    c = case(gpu_bytes=20).storage("x", 10).storage("u", 20, birth=1, death=1)
+    c.kernel("x").kernel(writes=["u"]).kernel("x")
+    s = c.simulate()
+    assert s.transfers == [("x", "host read", "demand_fetch", 2, 3)]
+    assert s.timeline.metadata.evictions == 1
+    assert s.timeline.metadata.eviction_bytes == 0
+    assert s.seconds == 4
+    assert s.timeline.metadata.cold_start_seconds == 5
+
+
+def test_small_storages_leave_last(case: CaseBuilder) -> None:
+    """4095 bytes stay although they are used again later than 4096."""
+    c = case(gpu_bytes=12288).storage("small", 4095).storage("large", 4096)
+    c.storage("u", 8192, birth=1, death=1)
+    c.kernel(writes=["small", "large"]).kernel(writes=["u"]).kernel("large").kernel("small")
+    evicted = [t[0] for t in c.simulate().transfers if t[2] == "eviction"]
+    assert evicted == ["large"]
+
+
+def test_small_storages_leave_if_no_larger_one_is_left(case: CaseBuilder) -> None:
+    """Room for one of the three."""
+    c = case(gpu_bytes=12288).storage("small", 4095).storage("large", 4096)
+    c.storage("u", 12288, birth=1, death=1)
+    c.kernel(writes=["small", "large"]).kernel(writes=["u"]).kernel("large").kernel("small")
+    evicted = [t[0] for t in c.simulate().transfers if t[2] == "eviction"]
+    assert evicted == ["large", "small"]
+
+
+def test_youngest_of_equals_leaves_first(case: CaseBuilder) -> None:
+    """x and t are used again by the same kernel; t is the younger one."""
+    c = case(gpu_bytes=30).storage("t", 10, birth=0, death=2).storage("x", 10)
+    c.storage("u", 20, birth=1, death=1)
+    c.kernel(writes=["t", "x"]).kernel(writes=["u"]).kernel("t", "x")
+    assert c.simulate().transfers[0][:3] == ("t", "host write", "eviction")
+
+
+def test_what_was_fetched_ahead_leaves_last(case: CaseBuilder) -> None:
+    """x came for k6 and stays; y, used earlier, leaves at k4."""
+    c = case(gpu_bytes=30).storage("x", 10).storage("y", 10).storage("u", 20, birth=4, death=4)
+    c.kernel(writes=["x"]).kernel(writes=["y"]).kernels(2).kernel(writes=["u"])
+    c.kernel("y").kernel("x")
+    c.move("x", 0, 6, offload=0, free=2, prefetch=3)
+    assert [t[:3] for t in c.simulate().transfers] == [
+        ("x", "ssd write", "offload"),
+        ("x", "ssd read", "prefetch"),
+        ("y", "host write", "eviction"),
+        ("y", "host read", "demand_fetch"),
+    ]
+
+
+def test_memory_waits_for_a_planned_write_that_is_queued(case: CaseBuilder) -> None:
+    """k1 needs the room of x, whose offload is under way until 3: nothing is written twice."""
+    c = case(gpu_bytes=40).storage("x", 20).storage("w", 10).storage("u", 20, birth=1, death=1)
+    c.kernel("w", writes=["x"]).kernel(writes=["u"]).kernel("w").kernels(2).kernel("x")
+    c.move("x", 0, 5, offload=0, free=3, prefetch=4)
+    s = c.simulate()
+    assert s.transfers == [("x", "ssd write", "offload", 1, 3), ("x", "ssd read", "prefetch", 6, 8)]
+    assert s.stalls[0] == (1, "memory", "x", 1, 3)
+    assert s.timeline.metadata.evictions == 1
+    assert s.timeline.metadata.eviction_bytes == 0
+
+
+def arena_case(case: CaseBuilder, *, z_offset: int) -> Any:
+    """Nothing has room but the host's arena, where z has its place; k1 needs the memory of x."""
+    c = case(gpu_bytes=3 * 512, host={"memory_bytes": 1024}, ssd={"capacity_bytes": 0})
+    c.arena_bytes = {"host": 1024}
+    c.storage("x", 512).storage("z", 512).storage("u", 1024, birth=1, death=1)
+    c.kernel("z", writes=["x"]).kernel(writes=["u"]).kernel("z").kernels(3).kernel("x", "z")
+    return c.move("z", 2, 6, offload=2, free=4, prefetch=5, device="host", offset=z_offset)
+
+
+def test_gap_of_an_arena_is_the_last_resort(case: CaseBuilder) -> None:
+    """x takes the lowest place that is free, and z still finds its own."""
+    s = arena_case(case, z_offset=512).simulate()
+    assert [t[:3] for t in s.transfers] == [
+        ("x", "host write", "eviction"),
+        ("z", "host write", "offload"),
+        ("z", "host read", "prefetch"),
+        ("x", "host read", "demand_fetch"),
+    ]
+    assert s.held_bytes[4] == 0
+
+
+def test_only_copy_in_a_gap_keeps_a_planned_write_away(case: CaseBuilder) -> None:
+    """z's place holds x while x is away: z is not written, and stays on the GPU."""
+    s = arena_case(case, z_offset=0).simulate()
     assert [t[:3] for t in s.transfers] == [
         ("x", "host write", "eviction"),
         ("x", "host read", "demand_fetch"),
     ]
-    assert s.held_bytes[6] == 20
+    assert s.held_bytes[4] == 512
+
+
+def test_smaller_victim_goes_where_the_first_finds_no_room(case: CaseBuilder) -> None:
+    """x (k4) does not fit the host, y (k3) does."""
+    c = case(gpu_bytes=2048, host={"memory_bytes": 512}, ssd={"capacity_bytes": 0})
+    c.storage("x", 1024).storage("y", 512).storage("u", 1024, birth=1, death=1)
+    c.kernel(writes=["x", "y"]).kernel(writes=["u"]).kernel().kernel("y").kernel("x")
+    assert [t[:3] for t in c.simulate().transfers] == [
+        ("y", "host write", "eviction"),
+        ("y", "host read", "demand_fetch"),
+    ]
