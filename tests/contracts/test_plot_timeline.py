@@ -122,9 +122,9 @@ def test_a_hundred_thousand_kernels_are_quick_and_few_artists() -> None:
         (0, 0, "kernel", k, None, "", start, start + 8e-5, 0, "") for k, start in enumerate(starts)
     ]
     timeline = _timeline(rows)
-    begin = time.perf_counter()
+    begin = time.process_time()
     axes = timeline.plot()
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert len(axes.patches) == 1
 
 

@@ -90,8 +90,8 @@ def nested_plan(num_kernels: int) -> Plan:
 def test_a_hundred_thousand_kernels_and_moves_take_seconds() -> None:
     plan = nested_plan(NUM_KERNELS)
     assert len(plan.moves) > 0.99 * NUM_KERNELS
-    start = time.perf_counter()
+    start = time.process_time()
     violations = check_plan(plan)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert violations == []
     assert seconds < 5, "half a second on an idle core"
