@@ -60,7 +60,7 @@ def torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command = [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *words]
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, env=environment, capture_output=True, text=True, timeout=250, check=False
         )
 
     return run

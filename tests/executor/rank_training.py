@@ -189,7 +189,7 @@ def main(folder: str, kind: str, rank: int, world_size: int, device: str) -> Non
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )
     training = build(kind, device)
     plain = [training.step(number, device) for number in range(STEPS)], training.tensors()

@@ -302,7 +302,7 @@ def run_script(
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
     )
 

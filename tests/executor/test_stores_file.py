@@ -32,7 +32,7 @@ def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
