@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 else:  # A script's own folder is on its path, the repository's root is not.
     from h200_rows import Contender
 
+from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.executor.report import RunReport
 from teraio.units import format_bytes, format_seconds
@@ -31,6 +32,17 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "offloaded_bytes": int(moves.nbytes[moves.writes].sum()),
         "prefetched_bytes": int(moves.nbytes[moves.prefetch_start >= 0].sum()),
         "arena_bytes": dict(metadata.arena_bytes),
+    }
+
+
+def hardware_figures(hardware: Hardware) -> dict[str, float]:
+    """What plans and predictions count on: bytes per second and seconds of the host tier, and by
+    which factor kernels slow down beside transfers.
+    """
+    host, slowdown = hardware.host, hardware.slowdown
+    rates = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate", "latency_seconds")
+    return {name: getattr(host, name) for name in rates} | {
+        f"slowdown_{name}": getattr(slowdown, name) for name in ("read", "write", "both")
     }
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.h200_figures import plan_figures
+    from benchmarks.h200_figures import hardware_figures, plan_figures
 else:  # A script's own folder is on its path, the repository's root is not.
-    from h200_figures import plan_figures
+    from h200_figures import hardware_figures, plan_figures
 
 import teraio
 from teraio.contracts.hardware import Hardware
@@ -64,6 +64,7 @@ class PlanWork:
             "trace_ideal_seconds": trace.ideal_seconds,
             "trace_peak_allocated_bytes": trace.peak_allocated_bytes,
             "plan_of_earlier_run": is_kept,
+            "probed": hardware_figures(hardware),
         }
         if not len(plan.moves):
             # Kernels alone take so long.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import sys
 import tempfile
@@ -66,7 +67,7 @@ TOY = Setting(model="tiny-llama", micro_batch_size=2, sequence=16, exact=True, d
 
 SUBJECT = (
     *("smoke", "micro_batch_size", "share", "planner", "bandwidth_share", "ssd_backend"),
-    *("timed_steps", "checked_steps"),
+    *("timed_steps", "checked_steps", "plain_steps"),
 )
 """Options that decide what is found."""
 
@@ -131,9 +132,9 @@ def execute(
 
 
 def plainly(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    """Without a plan: seconds of a step, and the losses of as many steps as are checked."""
+    """Without a plan: seconds of a step, and the losses of the first steps that are checked."""
     trainee = Trainee(setting)
-    window = run_window(trainee.step, 0, options.checked_steps, setting.device)
+    window = run_window(trainee.step, 0, options.plain_steps, setting.device)
     say(f"plain {format_seconds(window.step_seconds)}")
     return window.as_row()
 
@@ -158,7 +159,7 @@ def timed(
         "budget_bytes": report.budget_bytes,
         "simulated_seconds": simulated,
         "measured_seconds": measured,
-        "error": measured / simulated - 1,
+        "prediction_error": simulated / measured - 1,
         "stall_seconds": {
             "read": [account.stall_read_seconds, expected.stall_read_seconds],
             "memory": [account.stall_memory_seconds, expected.stall_memory_seconds],
@@ -210,7 +211,7 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     say(f"{plan}; moves {predicted.metadata.channel_bytes}")
     run = findings.find("timed", lambda: timed(plan, predicted, setting, options))
     proof = findings.find("checked", lambda: checked(plan, setting, options))
-    return {
+    result = {
         "made_on": made_on(setting.device),
         "setting": setting.title,
         "plain_seconds": plain["step_seconds"],
@@ -219,9 +220,12 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
         **run,
         "checked_steps": options.checked_steps,
         "verified_reads": proof["verified_reads"],
-        "losses_identical": proof["losses"] == plain["losses"],
+        "compared_steps": options.plain_steps,
+        "losses_identical": proof["losses"][: options.plain_steps] == plain["losses"],
         "resident_grown_bytes": proof["resident_grown_bytes"],
     }
+    findings.add("result", result)
+    return result
 
 
 def probed(setting: Setting, options: argparse.Namespace) -> Hardware:
@@ -251,6 +255,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, help=f"[default: {GPU.micro_batch_size}]")
     parser.add_argument("--timed-steps", type=int, default=10)
     parser.add_argument("--checked-steps", type=int, default=100)
+    parser.add_argument(
+        "--plain-steps", type=int, help="whose losses are compared [default: all that are checked]"
+    )
     parser.add_argument("--hardware", help="file [default: probe]")
     parser.add_argument("--quick", action="store_true", help="probe in seconds, roughly")
     parser.add_argument("--sizes", help="of the probe's transfers, such as 16MiB,64MiB")
@@ -265,14 +272,16 @@ def main() -> None:
     options = parse()
     if options.smoke:
         options.quick, options.checked_steps, options.timed_steps = True, 20, 5
+    options.plain_steps = min(options.plain_steps or math.inf, options.checked_steps)
     setting = TOY if options.smoke else GPU
     if options.micro_batch_size is not None:
         setting = replace(setting, micro_batch_size=options.micro_batch_size)
     found = measure(setting, options)
     print(json.dumps(found))
+    grown = format_bytes(found["resident_grown_bytes"])
     say(
-        f"error {found['error']:+.1%}, {found['verified_reads']} reads verified, losses identical: "
-        f"{found['losses_identical']}, grown by {format_bytes(found['resident_grown_bytes'])}"
+        f"error {found['prediction_error']:+.1%}, {found['verified_reads']} reads verified, losses "
+        f"identical: {found['losses_identical']}, grown by {grown}"
     )
     if not found["losses_identical"] or not found["verified_reads"]:
         sys.exit(1)

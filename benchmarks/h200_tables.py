@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from teraio.units import format_bytes, format_seconds
+from teraio.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from benchmarks.h200_rows import Setting
@@ -119,7 +119,7 @@ _IDENTITY = {True: "identical", False: "DIFFERENT", None: "not compared"}
 def _remarks(rows: Iterable[Row]) -> list[str]:
     """What the tables have no column for."""
     rows = list(rows)
-    remarks = _errors(rows)
+    remarks = [*_errors(rows), *_probed(rows)]
     for row in rows:
         if "failed" in row:
             remarks.append(f"{_title(row)} failed: `{row['failed']}`.")
@@ -138,6 +138,22 @@ def _errors(rows: Iterable[Row]) -> list[str]:
     median, worst = statistics.median(errors), max(errors)
     both = f"median {percent(median, 1)}, worst {percent(worst, 1)}"
     return [f"Error of the prediction over {len(errors)} plans: {both}."]
+
+
+def _probed(rows: Iterable[Row]) -> list[str]:
+    """The host tier that plans counted on, once for each measurement of it."""
+    lines = []
+    for row in rows:
+        if "probed" not in row:
+            continue
+        probed = row["probed"]
+        one, both = (
+            " and ".join(format_rate(probed[f"{prefix}{way}_rate"]) for way in ("read", "write"))
+            for prefix in ("", "duplex_")
+        )
+        latency = format_seconds(probed["latency_seconds"])
+        lines.append(f"Probed, host tier: reads and writes {one}, at once {both}; {latency} each.")
+    return list(dict.fromkeys(lines))
 
 
 def setting_lines(rows: Iterable[Row]) -> str:

@@ -328,6 +328,8 @@ def _figures(
         "options": {name: str(value) for name, value in vars(options).items()},
         "parallel": options.way,
         "device": torch.cuda.get_device_name() if is_gpu else platform.processor(),
+        "python": platform.python_version(),
+        "teraio": teraio.__version__,
         "torch": torch.__version__,
         "kernels": trace.num_kernels,
         "ideal_seconds": trace.ideal_seconds,
