@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -121,6 +122,18 @@ def one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def store_threads() -> Callable[[], list[threading.Thread]]:
+    """Threads that stores have started in this test and not ended; garbage of others has some."""
+    before = set(threading.enumerate())
+
+    def started() -> list[threading.Thread]:
+        threads = set(threading.enumerate()) - before
+        return [thread for thread in threads if thread.name.startswith("teraio-")]
+
+    return started
 
 
 @pytest.fixture

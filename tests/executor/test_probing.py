@@ -31,6 +31,12 @@ SIZES = (MIB, 2 * MIB - 5)
 
 
 @pytest.fixture(scope="module")
+def threads_before() -> set[threading.Thread]:
+    """Those of the process before it probed."""
+    return set(threading.enumerate())
+
+
+@pytest.fixture(scope="module")
 def usable_before() -> int:
     """Memory of the machine before it was probed; some machines grow."""
     return usable_memory_bytes()
@@ -38,7 +44,9 @@ def usable_before() -> int:
 
 @pytest.fixture(scope="module")
 def probed(
-    tmp_path_factory: pytest.TempPathFactory, usable_before: int
+    tmp_path_factory: pytest.TempPathFactory,
+    usable_before: int,
+    threads_before: set[threading.Thread],
 ) -> tuple[Measurements, list[Path], list[str]]:
     """One quick probe of two directories for all tests: result, directories, what it said."""
     folders = [tmp_path_factory.mktemp("disk") for _ in range(2)]
@@ -96,12 +104,15 @@ def test_capacities_fit_the_machine(
 
 
 def test_it_cleans_up_and_says_what_it_does(
-    hardware: Hardware, probed: tuple[Measurements, list[Path], list[str]]
+    hardware: Hardware,
+    probed: tuple[Measurements, list[Path], list[str]],
+    threads_before: set[threading.Thread],
 ) -> None:
     """No file, no thread; each given directory is a device of its own."""
     _, folders, said = probed
     assert all(list(folder.iterdir()) == [] for folder in folders)
-    assert not [x for x in threading.enumerate() if x.name.startswith("teraio-")]
+    started = set(threading.enumerate()) - threads_before
+    assert not [thread for thread in started if thread.name.startswith("teraio-")]
     assert [(ssd.name, ssd.paths) for ssd in hardware.ssd] == [
         ("ssd0", (str(folders[0]),)),
         ("ssd1", (str(folders[1]),)),

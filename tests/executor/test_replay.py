@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import Counter
@@ -303,7 +302,7 @@ def test_only_memory_traffic_is_slowed_down_by_transfers() -> None:
     assert copying.iteration_seconds >= trace.ideal_seconds
 
 
-def test_an_interrupt_leaves_nothing_behind() -> None:
+def test_an_interrupt_leaves_nothing_behind(store_threads: Any) -> None:
     """Stores are closed, whatever ends a replay; the progress counts iterations."""
     seen: list[int] = []
 
@@ -316,7 +315,7 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         play(trace, evict_everything(trace, machine()), progress=interrupt)
     assert seen == [0, 1]
-    assert not [t for t in threading.enumerate() if t.name.startswith("teraio-")]
+    assert store_threads() == []
 
 
 # Bytes that are wrong
@@ -351,13 +350,13 @@ def corrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[HostStore], 
 
 
 @pytest.mark.parametrize("position", [0, 12_345, -1])
-def test_one_changed_byte_is_found(corrupt: Any, position: int) -> None:
+def test_one_changed_byte_is_found(corrupt: Any, position: int, store_threads: Any) -> None:
     """Wherever it lies, if all bytes are compared; no thread is left behind."""
     corrupt(lambda store: Corrupting(store, position))
     trace = layers()
     with pytest.raises(StoreError, match=r"storage \d came back .* for kernel \d"):
         play(trace, evict_everything(trace, machine()), verify="full")
-    assert not [t for t in threading.enumerate() if t.name.startswith("teraio-")]
+    assert store_threads() == []
 
 
 def test_the_last_byte_is_always_among_those_compared(corrupt: Any) -> None:
@@ -467,12 +466,12 @@ def test_too_little_memory_is_said_before_any_is_taken(monkeypatch: pytest.Monke
         teraio.replay(trace, evict_everything(trace, machine()))
 
 
-def test_no_tier_with_room_is_an_error() -> None:
+def test_no_tier_with_room_is_an_error(store_threads: Any) -> None:
     """On demand, and nowhere to go; nothing hangs and no thread is left."""
     hardware = machine(gpu_memory=9 * MB).with_budgets(host_memory="1MB")
     with pytest.raises(CapacityError, match="room"):
         teraio.replay(layers(), hardware=replace(hardware, ssd=()))
-    assert not [t for t in threading.enumerate() if t.name.startswith("teraio-")]
+    assert store_threads() == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

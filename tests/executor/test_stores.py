@@ -42,6 +42,7 @@ DEVICES = [
 ]
 
 MakeStore = Callable[..., Store]
+StoreThreads = Callable[[], list[threading.Thread]]
 KINDS = ["host", "file", "page cache", "striped", "gds", "striped gds", "verified"]
 
 
@@ -104,11 +105,6 @@ def random_bytes(nbytes: int, device: str, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
     return data.to(device)
-
-
-def store_threads() -> list[threading.Thread]:
-    """Threads that stores have started and not ended."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("teraio-")]
 
 
 def now_and_later(device: str) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
@@ -374,7 +370,9 @@ def test_unsuitable_buffers_are_refused(make_store: MakeStore, device: str) -> N
         store.read(random_bytes(16, device)[::2], 0, 8)
 
 
-def test_close_waits_and_may_be_repeated(make_store: MakeStore, device: str) -> None:
+def test_close_waits_and_may_be_repeated(
+    make_store: MakeStore, device: str, store_threads: StoreThreads
+) -> None:
     """What was issued is completed; afterwards everything is refused, and no thread is left."""
     store = make_store()
     transfers = [store.write(random_bytes(MIB, device), i * MIB, MIB) for i in range(8)]
@@ -389,7 +387,11 @@ def test_close_waits_and_may_be_repeated(make_store: MakeStore, device: str) -> 
 
 @pytest.mark.parametrize("cls", [HostStore, FileStore, GdsStore])
 def test_a_dropped_store_closes_itself(
-    cls: type[Store], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cls: type[Store],
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store_threads: StoreThreads,
 ) -> None:
     """Nobody calls close after an exception has unwound the caller."""
     if device == "cpu":
