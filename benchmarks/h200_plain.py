@@ -57,15 +57,16 @@ class Steps:
 class Plain:
     """Training without a plan.
 
-    ``exact_losses``: those of the exact steps, from the first weights on; ``exact_checksum`` that
-    of the parameters after them. ``window``: the timed steps, as a row has them, empty if they were
-    not run; ``losses`` and ``checksum``: of all of it. ``runs_agree``: whether a second run was the
-    same to the bit, None if there was none.
+    ``exact_losses``: those of the exact steps, from the first weights on; ``exact_seconds`` of one
+    such step; ``exact_checksum`` that of the parameters after them. ``window``: the timed steps, as
+    a row has them, empty if they were not run; ``losses`` and ``checksum``: of all of it.
+    ``runs_agree``: whether a second run was the same to the bit, None if there was none.
     """
 
     boot: str
     made_on: str
     exact_losses: list[float]
+    exact_seconds: float | None
     exact_checksum: int
     window: dict[str, Any]
     losses: list[float]
@@ -81,7 +82,8 @@ class Plain:
 
     def as_row(self) -> dict[str, Any]:
         """The figures of the ideal's row."""
-        return self.window | self.memory | {"runs_agree": self.runs_agree, "boot": self.boot}
+        more = {"runs_agree": self.runs_agree, "boot": self.boot}
+        return self.window | self.memory | more | {"exact_step_seconds": self.exact_seconds}
 
     def save(self, path: Path) -> None:
         """Keep it for later commands."""
@@ -150,6 +152,7 @@ class PlainTraining:
             timed = replace(
                 timed,
                 exact_losses=kept.exact_losses,
+                exact_seconds=kept.exact_seconds,
                 exact_checksum=kept.exact_checksum,
                 runs_agree=kept.runs_agree,
             )
@@ -167,7 +170,8 @@ class PlainTraining:
         forget_memory(device)
         host = HostMemory()
         trainee = Trainee(self._setting)
-        exact = [float(loss) for loss in run_exactly(trainee.step, steps.exact)]
+        exact_losses, exact_seconds = run_exactly(trainee.step, steps.exact, device)
+        exact = [float(loss) for loss in exact_losses]
         exact_checksum = checksum(trainee.model) if steps.exact else 0
         window: dict[str, Any] = {}
         losses = exact
@@ -179,6 +183,7 @@ class PlainTraining:
             boot=boot_id(),
             made_on=made_on(device),
             exact_losses=exact,
+            exact_seconds=exact_seconds,
             exact_checksum=exact_checksum,
             window=window,
             losses=losses,

@@ -107,11 +107,11 @@ class Planners:
 
     def __init__(self, most: int) -> None:
         # Forked ones would share the GPU's context. Half of the cores are left to the training.
-        self._pool = ProcessPoolExecutor(
-            max(1, min(most, (os.cpu_count() or 1) // 2)),
-            mp_context=multiprocessing.get_context("spawn"),
-        )
-        self._pool.submit(os.getpid)
+        count = max(1, min(most, (os.cpu_count() or 1) // 2))
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(count, mp_context=context)
+        for _ in range(count):  # One begins whenever there is more to do than there are.
+            self._pool.submit(os.getpid)
 
     def start(self, work: PlanWork) -> Future[dict[str, Any]]:
         """The promise to come; planning's error is raised where it is read."""

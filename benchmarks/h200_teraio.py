@@ -332,30 +332,36 @@ class Session:
             host_memory=arena_bytes + parse_bytes(self.order.spare_host, "spare_host"),
         ) as run:
             opening_seconds = time.perf_counter() - began
-            exact_losses = run_exactly(trainee.step, exact)
+            exact_losses, exact_seconds = run_exactly(trainee.step, exact, self.device)
             window = run_window(trainee.step, warm_up, self.order.steps, self.device, exact)
             memory = peaks(self.device) | host.as_row()
         row = window.as_row() | memory | run_figures(run.report)
-        row["opening_seconds"] = opening_seconds
+        row["opening_seconds"], row["exact_step_seconds"] = opening_seconds, exact_seconds
         row["losses"] = [*(float(loss) for loss in exact_losses), *row["losses"]]
-        compared = exact or min(len(row["losses"]), len(self.plain.losses))
-        row["compared_steps"] = compared
-        row["bit_identical"] = self._is_identical(row["losses"], compared, trainee)
+        row["compared_steps"] = exact or min(len(row["losses"]), len(self.plain.losses))
+        row["bit_identical"] = self._is_identical(row["losses"], exact, trainee)
         return row
 
     def _exact_steps(self, contender: Contender) -> int:
         given = self.order.exact_steps
         return given if contender.name == "teraio" else min(given, BRIEF_EXACT_STEPS)
 
-    def _is_identical(self, losses: list[float], compared: int, trainee: Trainee) -> bool | None:
-        """None where plain training was not seen to give the same twice, and this is not the same.
+    def _is_identical(self, losses: list[float], exact: int, trainee: Trainee) -> bool | None:
+        """None where plain training was not seen to give the same twice, and this is not the same;
+        or where its losses are those of exact steps and this has none.
 
         Parameters are compared where both runs took as many steps, all alike.
         """
         plain = self.plain
-        is_same = are_same(losses[:compared], (plain.exact_losses or plain.losses)[:compared])
-        if is_same and not self.order.exact_steps and len(losses) == len(plain.losses):
-            is_same = checksum(trainee.model) == plain.checksum
+        if exact:
+            is_same = are_same(losses[:exact], plain.exact_losses[:exact])
+        elif plain.exact_losses:
+            return None
+        else:
+            count = min(len(losses), len(plain.losses))
+            is_same = are_same(losses[:count], plain.losses[:count])
+            if is_same and len(losses) == len(plain.losses):
+                is_same = checksum(trainee.model) == plain.checksum
         return True if is_same else (False if plain.runs_agree else None)
 
 

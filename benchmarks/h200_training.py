@@ -115,17 +115,19 @@ class Window(NamedTuple):
         }
 
 
-def run_exactly(step: Step, count: int) -> list[Tensor]:
-    """The first ``count`` iterations with deterministic algorithms; their losses, on the device.
+def run_exactly(step: Step, count: int, device: str) -> tuple[list[Tensor], float | None]:
+    """The first ``count`` iterations with deterministic algorithms; their losses, on the device,
+    and the median of their seconds.
 
     A plan may be followed across their end: the operators are the same ones.
     """
     was_exact = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        return [step(number) for number in range(count)]
+        window = run_window(step, 0, count, device)
     finally:
         torch.use_deterministic_algorithms(was_exact)
+    return window.losses, window.step_seconds if count else None
 
 
 def run_window(step: Step, warm_up: int, timed: int, device: str, first: int = 0) -> Window:
@@ -142,7 +144,7 @@ def run_window(step: Step, warm_up: int, timed: int, device: str, first: int = 0
         clock.mark()
     synchronize(device)
     seconds = clock.laps()
-    return Window(statistics.median(seconds), sum(seconds), seconds, losses)
+    return Window(statistics.median(seconds or [0.0]), sum(seconds), seconds, losses)
 
 
 def run_told(
