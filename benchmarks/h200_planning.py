@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +110,9 @@ class Planners:
         # Forked ones would share the GPU's context. Half of the cores are left to the training.
         count = max(1, min(most, (os.cpu_count() or 1) // 2))
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(count, mp_context=context)
+        self._pool = ProcessPoolExecutor(
+            count, mp_context=context, initializer=_end_with_the_process_that_asked
+        )
         for _ in range(count):  # One begins whenever there is more to do than there are.
             self._pool.submit(os.getpid)
 
@@ -120,3 +123,15 @@ class Planners:
     def close(self) -> None:
         """Wait for what is under way, and end the processes."""
         self._pool.shutdown()
+
+
+def _end_with_the_process_that_asked() -> None:
+    """One that was killed would leave this one waiting, and whoever reads its output."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

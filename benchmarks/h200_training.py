@@ -217,7 +217,7 @@ def forget_memory(device: str) -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
-    if device == "cuda":
+    if device == "cuda" and torch.cuda.is_available():  # Plans are made where there is no GPU, too.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
