@@ -5,6 +5,8 @@
         --ssd-path /mnt/nvme --reference
     python benchmarks/never_fits.py --kept FOLDER --hardware FILE --until plan    # without a GPU
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json
+    python benchmarks/never_fits.py --kept FOLDER --output never_fits.json --until plan \
+        --hardware PROBED      # the prediction again, by what the machine turned out to be
 
 The model is traced without a GPU, planned for the machine at hand, built inside the run, every
 parameter in its tier, and trained; with --reference also without any offloading, and the losses are
@@ -54,7 +56,6 @@ else:  # A script's own folder is on its path, the repository's root is not.
     )
     from partial_results import Findings, kept
 
-import torch
 from torch import nn
 
 import teraio
@@ -105,12 +106,22 @@ def main() -> None:
     for name, value in _figures(options, trace, plan).items():
         findings.add(name, value)
     if options.until == "run":
-        run = findings.find("run", lambda: _train(options, setting, plan, findings))
-        findings.add("prediction_error", plan.predicted_seconds / run["step_seconds"] - 1)
+        findings.find("run", lambda: _train(options, setting, plan, findings))
         if options.reference:
-            reference = findings.find("reference", lambda: _train_plainly(options, setting))
-            findings.add("same_losses", reference["losses"] == run["losses"])
+            findings.find("reference", lambda: _train_plainly(options, setting))
+    _compare(findings)
     print(json.dumps(findings.values, indent=1, default=str))
+
+
+def _compare(findings: Findings) -> None:
+    """What the runs that there are say of the prediction and of each other."""
+    if "run" not in findings:
+        return
+    run = findings["run"]
+    findings.add("made_on", run["made_on"])
+    findings.add("prediction_error", findings["predicted_seconds"] / run["step_seconds"] - 1)
+    if "reference" in findings:
+        findings.add("same_losses", findings["reference"]["losses"] == run["losses"])
 
 
 def _kept(options: argparse.Namespace, what: str) -> Path | None:
@@ -261,7 +272,6 @@ def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str,
         "checkpoint": options.checkpoint,
         "optimizer": options.optimizer,
         "transform": metadata.transform,
-        "made_on": made_on("cuda" if torch.cuda.is_available() else "cpu"),
         "state_bytes": _state_bytes(trace),
         "trace_peak_allocated_bytes": trace.peak_allocated_bytes,
         "gpu_memory": options.gpu_memory,
@@ -270,10 +280,19 @@ def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str,
         "arena_bytes": metadata.arena_bytes,
         "ssd_bytes_written": metadata.ssd_bytes_written,
         "planner": metadata.planner,
-        "predicted_seconds": plan.predicted_seconds,
+        "predicted_seconds": _predicted_seconds(options, trace, plan),
         "ideal_seconds": plan.ideal_seconds,
         "lower_bound_seconds": metadata.lower_bound_seconds,
     }
+
+
+def _predicted_seconds(options: argparse.Namespace, trace: Trace, plan: Plan) -> float:
+    """Of a step, by the hardware that was given, which need not be the one that was planned for."""
+    if options.hardware == "probe":
+        return plan.predicted_seconds
+    budgets = plan.metadata.gpu_memory_bytes, plan.metadata.host_memory_bytes
+    machine = _machine(options).with_budgets(*budgets)
+    return teraio.simulate(trace, plan, machine, record=False).iteration_seconds
 
 
 def _train(
@@ -314,6 +333,7 @@ def _train(
         marks[2] - marks[1],
     )
     figures["measured_seconds"] = run.report.measured_seconds
+    figures["made_on"] = made_on(options.device)
     return figures | {name: getattr(run.report, name) for name in REPORTED}
 
 
