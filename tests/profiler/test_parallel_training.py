@@ -36,6 +36,7 @@ TINY: dict[str, Any] = {
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 GLOO_KERNELS = 16
 """Gloo's own thread lets go of what a collective used a few kernels later, as it happens."""
+ATTEMPTS = 3
 
 
 def record_fake(**options: Any) -> Trace:
@@ -112,8 +113,25 @@ def storages_of(trace: Trace, kept: Any) -> tuple[Counter[Any], dict[Any, list[i
     return exact, late
 
 
-def assert_same(fake: Trace, real: Trace) -> None:
-    """Same kernels and storages, but for what gloo does where a GPU's library does not.
+def assert_same(fakes: list[Trace], folder: Path, ranks: list[dict[str, Any]]) -> None:
+    """Fake traces of all ranks are those of real processes, which are run again if gloo's threads
+    were late: what is late every time was freed too early in the fake.
+    """
+    latest: dict[Any, int] = {}
+    for attempt in range(ATTEMPTS):
+        (folder / str(attempt)).mkdir()
+        found: dict[Any, int] = {}
+        for fake, real in zip(fakes, record_real(folder / str(attempt), ranks), strict=True):
+            found |= num_kernels_late(fake, real)
+        latest = {key: min(late, latest.get(key, late)) for key, late in found.items()}
+        if max(latest.values()) <= GLOO_KERNELS:
+            return
+    assert {key: late for key, late in latest.items() if late > GLOO_KERNELS} == {}
+
+
+def num_kernels_late(fake: Trace, real: Trace) -> dict[Any, int]:
+    """By how many kernels the storages that collectives use die later than in the fake; all else
+    is the same, but for what gloo does where a GPU's library does not.
 
     It copies the result of a reduce-scatter, as a kernel of its own.
     """
@@ -133,23 +151,27 @@ def assert_same(fake: Trace, real: Trace) -> None:
     real_exact, real_late = storages_of(real, kept)
     assert exact == real_exact
     assert late.keys() == real_late.keys()
-    for facts, deaths in late.items():
-        for death, real_death in zip(sorted(deaths), sorted(real_late[facts]), strict=True):
-            assert 0 <= real_death - death <= GLOO_KERNELS, facts
+    return {
+        # Into the next iteration, as it may happen.
+        (fake.metadata.rank, *facts, number): (real_death - death) % len(fake.kernels)
+        for facts, deaths in late.items()
+        for number, (death, real_death) in enumerate(
+            zip(sorted(deaths), sorted(real_late[facts]), strict=True)
+        )
+    }
 
 
 def test_pipeline_equals_two_real_processes(tmp_path: Path) -> None:
     ranks = [{"stages": 2, "stage": stage, "micro_batches": 4} for stage in range(2)]
-    for options, real in zip(ranks, record_real(tmp_path, ranks), strict=True):
-        assert_same(record_fake(**options), real)
+    assert_same([record_fake(**options) for options in ranks], tmp_path, ranks)
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel", "data_parallel"])
 def test_shards_equal_two_real_processes(parallel: str, tmp_path: Path) -> None:
     ranks = [{parallel: 2, f"{parallel}_rank": rank, "micro_batches": 2} for rank in range(2)]
-    for options, real in zip(ranks, record_real(tmp_path, ranks), strict=True):
-        fake = record_fake(**options)
-        assert_same(fake, real)
+    fakes = [record_fake(**options) for options in ranks]
+    assert_same(fakes, tmp_path, ranks)
+    for fake in fakes:
         assert np.count_nonzero(fake.storages.kind == "parameter") == 30
 
 
