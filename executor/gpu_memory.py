@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from teraio.executor.residency import Residency
 from teraio.executor.storage_memory import StorageMemory, allocator_books
 from teraio.profiler.storages import original_resize
 from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES, MIB
-from teraio.simulator.compaction import RESERVED_SHARE, Occupied, prepare
+from teraio.simulator.compaction import RESERVED_SHARE, Occupied, prepare, tidy
 from teraio.simulator.holes import Holes
 
 _TRIM_SHARE = 1.045
@@ -186,6 +187,14 @@ class CompactMemory(StorageMemory):
         traffic.relocated_bytes += compacted.moved_bytes
         traffic.homeless_requests += compacted.num_failed
 
+    def tidy(self, may_move: Sequence[bool]) -> None:
+        """Where much is reserved already: between two iterations much of it is free."""
+        is_due = self._is_known and self.would_exceed(LARGE_PAGE_BYTES)
+        if is_due and self._allocator.is_usable():
+            self._may_move = may_move
+            with suppress(torch.OutOfMemoryError):
+                self._residency.traffic.relocated_bytes += tidy(self)
+
     # Iterations
 
     def begin(self) -> None:
@@ -255,9 +264,12 @@ class CompactMemory(StorageMemory):
         holding = self._lying_at[owner]
         nbytes = holding.allocated_bytes
         storage, expected = holding.state.reference(), self._holes.best_fit(nbytes)
-        if storage is None or expected is None:
+        if storage is None:
             return False
         self._allocator.move(storage, holding.state.nbytes)
+        if expected is None:
+            # It lies in new pages.
+            return self._look()
         address = self._allocator.address(storage)
         if not self._holes.take_at(address, nbytes):
             self._lose()
@@ -291,7 +303,7 @@ class CompactMemory(StorageMemory):
         self._lose()
         self._is_known = True
         self._reserved_bytes = layout.reserved_bytes
-        self._others = dict(layout.blocks)
+        self._others = {a: nbytes for a, nbytes in layout.blocks if a not in self._plugs}
         for address, nbytes in layout.holes:
             self._holes.put_back(address, nbytes)
         for holding in self._residency.holdings():

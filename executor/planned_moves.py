@@ -61,6 +61,8 @@ class PlannedMoves:
         prefetches = schedule.prefetches_before[kernel]
         reserved_bytes = schedule.need_bytes[kernel] if prefetches else 0
         memory, may_move = residency.memory, schedule.may_move
+        if kernel == 0:
+            memory.tidy(may_move)
         for move in prefetches:
             self.late_frees.pop(move.storage, None)
             holding = self._binding.holding(move.storage)

@@ -47,6 +47,9 @@ class StorageMemory:
         storages of these rows of the plan may be moved for them.
         """
 
+    def tidy(self, may_move: Sequence[bool]) -> None:
+        """An iteration begins; storages of these rows may be moved to lie together."""
+
     def begin(self) -> None:
         """A run begins, or begins anew."""
 

@@ -21,7 +21,7 @@ from teraio.contracts.plan import Plan
 from teraio.contracts.table import MISSING
 from teraio.simulator.holes import Holes
 
-RESERVED_SHARE = 1.03
+RESERVED_SHARE = 1.02
 """Of the budget: what is reserved may grow that far before blocks are moved instead."""
 
 _HOLE = -1
@@ -86,8 +86,8 @@ class Memory(Protocol):
         ...
 
     def move(self, owner: int) -> bool:
-        """Allocate the owner's block anew, copy it, free the old one; False if it did not come to
-        lie in the best fit.
+        """Allocate the owner's block anew, in new pages if no hole fits, copy it and free the old
+        one; False if it did not come to lie where that was to be expected.
         """
         ...
 
@@ -113,11 +113,15 @@ def prepare(requests: Sequence[int], memory: Memory) -> Compacted:
     try:
         for nbytes in requests:
             if memory.holes.largest_bytes < nbytes and memory.would_exceed(nbytes):
-                copied_bytes = _make_hole(nbytes, memory)
-                if copied_bytes is None:
-                    num_failed += 1
-                    continue
+                copied_bytes, is_there = _make_hole(nbytes, memory)
                 moved_bytes += copied_bytes
+                if not is_there:
+                    num_failed += 1
+                    moved_bytes += _grow_well(nbytes, memory)
+                    if memory.holes.largest_bytes >= nbytes:
+                        # Room at last, so what failed just now is made less likely to fail again.
+                        moved_bytes += tidy(memory, nbytes)
+                    return Compacted(moved_bytes, num_failed)
             if len(requests) > 1:
                 # In its place while room is made for the others.
                 plugs.append(memory.plug(nbytes))
@@ -125,6 +129,52 @@ def prepare(requests: Sequence[int], memory: Memory) -> Compacted:
         for begin in plugs:
             memory.unplug(begin)
     return Compacted(moved_bytes, num_failed)
+
+
+def tidy(memory: Memory, at_least_bytes: int = 0) -> int:
+    """Make one hole of two, of ``at_least_bytes`` with what was between them, wherever a block lies
+    between them that fits into a third: the bytes copied.
+
+    For a time at which much is free: what is in pieces then is in pieces for long.
+    """
+    moved_bytes = 0
+    while True:
+        copied_bytes, is_going_on = _tidy_once(memory, at_least_bytes)
+        moved_bytes += copied_bytes
+        if not copied_bytes or not is_going_on:
+            return moved_bytes
+
+
+def _tidy_once(memory: Memory, at_least_bytes: int) -> tuple[int, bool]:
+    """(bytes copied, whether all came to lie where they were to)."""
+    holes, moved_bytes = memory.holes, 0
+    movable = [block for block in memory.blocks() if block.owner is not None]
+    # First where most becomes of little: large holes on both sides of a small block.
+    movable.sort(key=lambda b: -min(holes.ending_at(b.begin), _hole_behind(b, holes)) / b.nbytes)
+    for block in movable:
+        before_bytes, behind_bytes = holes.ending_at(block.begin), _hole_behind(block, holes)
+        range_bytes = before_bytes + block.nbytes + behind_bytes
+        if not before_bytes or not behind_bytes or range_bytes < at_least_bytes:
+            continue
+        begin = block.begin - before_bytes
+        hole = holes.best_fit(block.nbytes)
+        if hole is None or _reaches_into(hole, block, Window(begin, begin + range_bytes, [])):
+            continue
+        if block.nbytes > memory.spare_bytes or block.owner is None:
+            continue
+        moved_bytes += block.nbytes
+        if not memory.move(block.owner):
+            return moved_bytes, False
+    return moved_bytes, True
+
+
+def _hole_behind(block: Occupied, holes: Holes) -> int:
+    return holes.beginning_at(block.begin + block.nbytes)
+
+
+def _reaches_into(hole: tuple[int, int], block: Occupied, window: Window) -> bool:
+    """Whether the block would come to lie in the window, in a hole that may begin before it."""
+    return hole[0] < window.end and hole[0] + block.nbytes > window.begin
 
 
 def _all_fit(requests: Sequence[int], holes: Holes) -> bool:
@@ -139,22 +189,36 @@ def _all_fit(requests: Sequence[int], holes: Holes) -> bool:
     return len(taken) == len(requests)
 
 
-def _make_hole(nbytes: int, memory: Memory) -> int | None:
-    """Move blocks until a hole of ``nbytes`` exists: the bytes copied, None if that cannot be."""
-    moved_bytes = 0
+def _make_hole(nbytes: int, memory: Memory) -> tuple[int, bool]:
+    """Move blocks until a hole of ``nbytes`` exists: (bytes copied, whether it does)."""
     largest_bytes = memory.holes.largest_bytes
     for window in _windows(nbytes, memory.holes, memory.blocks()):
         # Most fail by their largest block, which is found at once.
         fits = not window.blocks or window.blocks[0].nbytes <= largest_bytes
         if fits and _fits_elsewhere(window, memory.holes):
             copied_bytes, is_empty = _evacuate(window, memory)
-            moved_bytes += copied_bytes
-            if is_empty:
-                return moved_bytes
-            if copied_bytes:
-                # What the other windows were made of has moved.
-                break
-    return None
+            if is_empty or copied_bytes:
+                # Half way, what the other windows were made of has moved too.
+                return copied_bytes, is_empty
+    return 0, False
+
+
+def _grow_well(nbytes: int, memory: Memory) -> int:
+    """New pages must come. They take a block from between two holes, if that makes the room and
+    takes no more pages than the request: two holes less in the way of others. The bytes copied.
+    """
+    holes = memory.holes
+    best: tuple[int, Occupied] | None = None
+    for block in memory.blocks():
+        if block.owner is not None and block.nbytes <= min(nbytes, memory.spare_bytes):
+            free_bytes = holes.ending_at(block.begin) + _hole_behind(block, holes)
+            is_enough = free_bytes + block.nbytes >= nbytes
+            if is_enough and (best is None or free_bytes > best[0]):
+                best = free_bytes, block
+    if best is None or best[1].owner is None:
+        return 0
+    memory.move(best[1].owner)
+    return best[1].nbytes
 
 
 def _windows(nbytes: int, holes: Holes, blocks: Iterable[Occupied]) -> Iterator[Window]:
@@ -181,17 +245,24 @@ def _windows(nbytes: int, holes: Holes, blocks: Iterable[Occupied]) -> Iterator[
         if total_bytes >= nbytes:
             windows.append((moved_bytes, first, last))
     windows.sort()
-    return (_window(items[first : last + 1]) for _, first, last in windows)
+    return (_window(items[first : last + 1], nbytes) for _, first, last in windows)
 
 
-def _window(items: list[Occupied]) -> Window:
+def _window(items: list[Occupied], nbytes: int) -> Window:
     blocks = [item for item in items if item.owner != _HOLE]
     blocks.sort(key=lambda block: -block.nbytes)
-    return Window(items[0].begin, items[-1].begin + items[-1].nbytes, blocks)
+    end = items[-1].begin + items[-1].nbytes
+    # What is left of a hole at the beginning is a place for blocks; they come to lie at its start.
+    begin = end - nbytes if items[0].owner == _HOLE else items[0].begin
+    return Window(begin, end, blocks)
 
 
 def _fits_elsewhere(window: Window, holes: Holes) -> bool:
-    sizes = sorted(size for begin, size in holes if not window.begin <= begin < window.end)
+    sizes = sorted(
+        min(size, window.begin - begin) if begin < window.begin else size
+        for begin, size in holes
+        if begin < window.begin or begin >= window.end
+    )
     for block in window.blocks:
         index = bisect_left(sizes, block.nbytes)
         if index == len(sizes):
@@ -209,8 +280,7 @@ def _evacuate(window: Window, memory: Memory) -> tuple[int, bool]:
     try:
         for block in window.blocks:
             hole = memory.holes.best_fit(block.nbytes)
-            # A hole may begin before the window and reach into it.
-            while hole and hole[0] < window.end and hole[0] + block.nbytes > window.begin:
+            while hole is not None and _reaches_into(hole, block, window):
                 if hole[1] > memory.spare_bytes:
                     return moved_bytes, False
                 plugs.append(memory.plug(hole[1]))

@@ -31,6 +31,10 @@ class Holes:
         """Size of the hole that ends there, 0 if none does."""
         return end - self._begin_of_end.get(end, end)
 
+    def beginning_at(self, begin: int) -> int:
+        """Size of the hole that begins there, 0 if none does."""
+        return self._size_at.get(begin, 0)
+
     def best_fit(self, nbytes: int) -> tuple[int, int] | None:
         """(begin, size) of the smallest that holds ``nbytes``, the lowest of equal ones."""
         index = bisect_left(self._by_size, (nbytes, -1))

@@ -14,12 +14,13 @@ import numpy as np
 
 from teraio.contracts.plan import Plan
 from teraio.contracts.table import MISSING
-from teraio.simulator.caching_allocator import MIB, Block, CachingAllocator
+from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES, MIB, Block, CachingAllocator
 from teraio.simulator.compaction import (
     RESERVED_SHARE,
     Occupied,
     prepare,
     relocatable_rows,
+    tidy,
 )
 from teraio.simulator.holes import Holes
 
@@ -89,6 +90,8 @@ class _Played:
         """All kernels once."""
         self.allocator.reset_peaks()
         self.moved_bytes = 0
+        if self._limit_bytes is not None and self.would_exceed(LARGE_PAGE_BYTES):
+            self.moved_bytes = tidy(self)
         for kernel in range(self._events.num_kernels):
             self._play(kernel)
 
@@ -143,7 +146,7 @@ class _Played:
     def would_exceed(self, nbytes: int) -> bool:
         """Whether new pages for a block would be more than the limit."""
         assert self._limit_bytes is not None
-        new_bytes = self.allocator.large.missing_bytes(nbytes)
+        new_bytes = -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
         return self.allocator.reserved_bytes + new_bytes > self._limit_bytes
 
     def blocks(self) -> Iterator[Occupied]:

@@ -7,7 +7,9 @@ anything kept the old address.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -95,13 +97,44 @@ class ToldMemory(CompactMemory):
 
     _allocator: Any
 
+    reserved_at_start = 0
+    """Of the newest iteration."""
+
     def note(self, holding: Holding) -> None:
         self._allocator.born(holding)
         super().note(holding)
 
+    def tidy(self, may_move: Sequence[bool]) -> None:
+        self.reserved_at_start = self._allocator.model.reserved_bytes
+        super().tidy(may_move)
+
     def forget(self, holding: Holding) -> None:
         self._allocator.freed(holding)
         super().forget(holding)
+
+
+class Restless(ToldMemory):
+    """Moves two storages at random before every kernel, needed or not."""
+
+    def prepare(self, requests: Sequence[int], may_move: Sequence[bool]) -> None:
+        super().prepare(requests, may_move)
+        if not self._is_known:
+            self._look()
+        self._may_move = may_move
+        movable = [block.owner for block in self.blocks() if block.owner is not None]
+        for owner in random.Random(len(self._lying_at)).sample(movable, min(2, len(movable))):
+            if owner in self._lying_at:
+                self.move(owner)
+
+
+class Resting(ToldMemory):
+    """Leaves all to the allocator: never knows where anything lies."""
+
+    def prepare(self, requests: Sequence[int], may_move: Sequence[bool]) -> None:
+        """Nothing."""
+
+
+KINDS = [ToldMemory]
 
 
 @pytest.fixture
@@ -110,7 +143,8 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[ToldMemory]:
     made: list[ToldMemory] = []
 
     def memory_for(plan: Plan, residency: Residency, device_type: str) -> ToldMemory:
-        made.append(ToldMemory(residency, ModelledAllocator()))  # type: ignore[arg-type]
+        kind = KINDS[-1]
+        made.append(kind(residency, ModelledAllocator()))  # type: ignore[arg-type]
         return made[-1]
 
     for module in (gpu_memory, planned_moves, schedule):
@@ -157,19 +191,29 @@ def test_training_is_the_same_to_the_bit(
     assert allocator.plugs == {}
 
 
+def test_moves_at_every_kernel(
+    case: Any, crowded: Callable[[], Plan], memories: list[ToldMemory], monkeypatch: Any
+) -> None:
+    """Thousands of moves in three steps: nothing keeps an address from one kernel to the next."""
+    monkeypatch.setattr(sys.modules[__name__], "KINDS", [Restless])
+    outcome, report = case().executed(crowded(), STEPS)
+    outcome.assert_same(case().plain(STEPS))
+    allocator: Any = memories[-1]._allocator
+    assert allocator.moves > 2000
+    assert report.evictions == report.demand_fetches == 0
+
+
 def test_less_is_reserved(
     case: Any, crowded: Callable[[], Plan], memories: list[ToldMemory], monkeypatch: Any
 ) -> None:
     """Than without moving anything, by the same allocator under the same plan."""
     plan = crowded()
-    case().executed(plan, STEPS)
-    together: Any = memories[-1]._allocator
-    monkeypatch.setattr(gpu_memory, "RESERVED_SHARE", 1000.0)
-    monkeypatch.setattr(gpu_memory, "_TRIM_SHARE", 1000.0)
-    case().executed(plan, STEPS)
-    apart: Any = memories[-1]._allocator
-    assert (apart.moves, apart.looks) == (0, 0)
-    assert together.model.reserved_peak_bytes < apart.model.reserved_peak_bytes
+    for kind in (ToldMemory, Resting):
+        monkeypatch.setattr(sys.modules[__name__], "KINDS", [kind])
+        case().executed(plan, 2 * STEPS)
+    together, apart = (memory.reserved_at_start for memory in memories)
+    assert together < apart
+    assert together < 1.1 * plan.metadata.gpu_memory_bytes
 
 
 def test_pointers_that_were_given_away_stay_good(

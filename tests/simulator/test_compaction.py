@@ -233,7 +233,7 @@ def test_a_plan_reserves_less_where_storages_are_kept_together(
 ) -> None:
     """What is allocated is the same, and much of what was reserved besides is not."""
     apart_bytes = together_bytes = 0
-    for seed in range(10):
+    for seed in range(40):
         c = crowded(seed)
         allocated_bytes = predict_reserved_memory(c.plan, keeps_together=False).allocated_bytes
         c.gpu_bytes = allocated_bytes
@@ -243,7 +243,7 @@ def test_a_plan_reserves_less_where_storages_are_kept_together(
         assert apart.moved_bytes == 0
         apart_bytes += apart.reserved_bytes - allocated_bytes
         together_bytes += together.reserved_bytes - allocated_bytes
-    assert together_bytes < 0.8 * apart_bytes
+    assert together_bytes < 0.85 * apart_bytes
 
 
 def test_only_kinds_that_the_plan_offloads_may_move(crowded: Callable[[int], Any]) -> None:
