@@ -32,4 +32,5 @@ def test_outputs_are_stripped(path: Path) -> None:
 def test_notebook_runs(path: Path) -> None:
     """Executed as a user would, in a fresh kernel."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    client = NotebookClient(notebook, timeout=240, startup_timeout=240, kernel_name="python3")
+    client.execute()
