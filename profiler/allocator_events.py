@@ -1,7 +1,8 @@
 """The CPU allocator's own account of memory: an independent check of anyone's books.
 
-torch's profiler reports every allocation and free of the CPU allocator. Frees of memory that was
-allocated before it started are not reported, so start it before anything that will be freed.
+torch's profiler reports every allocation and free of the CPU allocator by the thread that started
+it. Frees of memory that was allocated before are not reported, so start it before anything that
+will be freed; nor are those by other threads, whose memory counts as held for good.
 """
 
 from __future__ import annotations
