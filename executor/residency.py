@@ -231,8 +231,8 @@ class Residency:
             try:
                 self._evict(victim)
             except CapacityError as error:
-                # Another, smaller one may still find a place.
-                homeless, protected = error, {*protected, victim}
+                # Another may find a place. A traceback would keep alive what its frames hold.
+                homeless, protected = error.with_traceback(None), {*protected, victim}
                 self.order.note_use(victim)
 
     def bring_back(self) -> Callable[[], None]:

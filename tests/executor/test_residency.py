@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -177,6 +179,32 @@ def test_no_tier_has_room(bench: Bench) -> None:
     for value, (tensor, holding) in enumerate(kept):
         if holding.is_resident:
             assert bool((tensor == value).all())
+
+
+def test_what_found_no_place_keeps_nothing_alive(bench: Bench) -> None:
+    """The next one left instead: the error that was overcome holds no frame, nor its callers'."""
+    large, small = bench.add(48), bench.add(8)
+    find_slot = bench.residency.find_slot
+
+    def find_for_small_ones(holding: Holding) -> Slot:
+        if holding is large[1]:
+            raise CapacityError("no room")
+        return find_slot(holding)
+
+    bench.residency.find_slot = find_for_small_ones
+    bench.residency.victim_key = lambda holding: holding.allocated_bytes
+
+    def operator() -> weakref.ref[torch.Tensor]:
+        temporary = torch.ones(1)
+        bench.residency.make_room(16 * KIB, ())
+        return weakref.ref(temporary)
+
+    gc.disable()
+    try:
+        assert operator()() is None
+    finally:
+        gc.enable()
+    assert (large[1].is_resident, small[1].is_resident) == (True, False)
 
 
 def test_a_resized_storage_is_another(bench: Bench) -> None:
