@@ -180,6 +180,7 @@ def measure_ours(options: argparse.Namespace, book: Book, wanted: list[Contender
         "probe": options.probe,
         "host_memory": options.host_memory,
         "spare_host": options.spare_host,
+        "headroom": options.headroom,
         "time_kernels": options.time_kernels,
         "time_limit": options.time_limit,
         "planner": options.planner,

@@ -86,6 +86,12 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", choices=("quick", "full"), default="quick")
     parser.add_argument("--host-memory", default="90GB", help="what plans may use")
     parser.add_argument("--spare-host", default="2GB", help="pinned beyond what a plan needs")
+    parser.add_argument(
+        "--headroom",
+        type=float,
+        default=0.0,
+        help="share of the GPU budget that plans leave free, for the allocator's fragments",
+    )
     parser.add_argument("--planner", default="optimal")
     parser.add_argument("--time-limit", type=float, help="seconds, for the planner")
     parser.add_argument(

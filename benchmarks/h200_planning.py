@@ -36,6 +36,7 @@ class PlanWork:
     """One plan to make, or to take from ``kept`` if that is of the same trace.
 
     ``trace``, ``hardware``: files. ``gpu_memory``: bytes; ``host_memory``: bytes or text.
+    ``headroom``: share of ``gpu_memory`` that the plan leaves free; the bound is for all of it.
     ``output``: where the plan goes. ``planner``: :data:`MOVELESS` or one that proves a bound.
     """
 
@@ -45,6 +46,7 @@ class PlanWork:
     kept: Path | None
     planner: str
     gpu_memory: int
+    headroom: float
     host_memory: int | str
     transform: str | None
     time_limit: float | None
@@ -56,12 +58,17 @@ class PlanWork:
         hardware = replace(Hardware.load(self.hardware), ssd=())
         plan, is_kept = self._plan(trace, hardware)
         budget = plan.metadata
-        now = hardware.with_budgets(budget.gpu_memory_bytes, budget.host_memory_bytes)
+        budget_bytes = self.gpu_memory if len(plan.moves) else budget.gpu_memory_bytes
+        now = hardware.with_budgets(budget_bytes, budget.host_memory_bytes)
         simulated = teraio.simulate(trace, plan, now, record=False)
         promise = plan_figures(plan) | {
+            "budget_bytes": budget_bytes,
+            "headroom": self.headroom,
             "simulated_seconds": simulated.iteration_seconds,
             "simulated_evictions": simulated.metadata.evictions,
-            "predicted_reserved_bytes": predict_reserved_memory(plan).reserved_bytes,
+            "predicted_reserved_bytes": predict_reserved_memory(
+                plan, budget_bytes=budget_bytes
+            ).reserved_bytes,
             "trace_ideal_seconds": trace.ideal_seconds,
             "trace_peak_allocated_bytes": trace.peak_allocated_bytes,
             "plan_of_earlier_run": is_kept,
@@ -93,7 +100,7 @@ class PlanWork:
                 trace,
                 hardware,
                 planner=self.planner,
-                gpu_memory=self.gpu_memory,
+                gpu_memory=int(self.gpu_memory * (1 - self.headroom)),
                 host_memory=self.host_memory,
                 transform=self.transform,
                 time_limit=self.time_limit,

@@ -81,9 +81,9 @@ class Order:
     ``folder`` gets trace, hardware and plans; those in ``plans_from`` are used instead of made.
     ``hardware``: a file or preset; None measures this machine. ``time_kernels``: price the fake
     trace with kernels timed here. ``spare_host``: pinned beyond what a plan needs, for what it
-    misses. ``exact_steps``: iterations with deterministic algorithms that come first, whose losses
-    are compared with those of plain training. ``steps``: iterations that are timed, after
-    ``warm_up``.
+    misses. ``headroom``: share of the GPU budget that plans leave free. ``exact_steps``: iterations
+    with deterministic algorithms that come first, whose losses are compared with those of plain
+    training. ``steps``: iterations that are timed, after ``warm_up``.
     """
 
     setting: Mapping[str, Any]
@@ -95,6 +95,7 @@ class Order:
     probe: str = "quick"
     host_memory: str = "90GB"
     spare_host: str = "2GB"
+    headroom: float = 0.0
     time_kernels: bool = False
     time_limit: float | None = None
     planner: str = "optimal"
@@ -299,6 +300,7 @@ class Session:
             kept=self._kept(path.name),
             planner=MOVELESS if contender.name == "empty-plan" else self.order.planner,
             gpu_memory=self._budget_bytes(contender),
+            headroom=self.order.headroom,
             host_memory=self.order.host_memory,
             transform=contender.transform,
             time_limit=self.order.time_limit,
@@ -318,7 +320,9 @@ class Session:
         host = HostMemory()
         arena_bytes = plan.metadata.arena_bytes.get(HOST, 0)
         # A plan without moves was made for exactly the peak; it is to show the executor alone.
-        gpu_memory = None if len(plan.moves) else self.hardware.gpu[0].memory_bytes
+        gpu_memory = self.hardware.gpu[0].memory_bytes
+        if len(plan.moves):
+            gpu_memory = self._budget_bytes(contender)
         exact, warm_up = self._exact_steps(contender), self.order.warm_up
         if contender.name == "fake-trace":
             # Its plan is not of this run's kernels, which takes some steps to learn.

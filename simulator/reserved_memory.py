@@ -46,18 +46,23 @@ class ReservedMemory:
 
 
 def predict_reserved_memory(
-    plan: Plan, iterations: int = _ITERATIONS, *, keeps_together: bool | None = None
+    plan: Plan,
+    iterations: int = _ITERATIONS,
+    *,
+    keeps_together: bool | None = None,
+    budget_bytes: int | None = None,
 ) -> ReservedMemory:
     """Peaks of the last of ``iterations`` under a plan, as PyTorch's CUDA allocator would have them
     with expandable segments; for a plan of any device. Takes about 50 us for each kernel.
 
     ``keeps_together``: whether storages are moved within the GPU where more would be reserved than
     :data:`RESERVED_SHARE` of the budget; by default where the executor does, under a plan that
-    moves anything.
+    moves anything. ``budget_bytes``: of the run, by default the plan's.
     """
     if keeps_together is None:
         keeps_together = len(plan.moves) > 0
-    budget_bytes = plan.metadata.gpu_memory_bytes
+    if budget_bytes is None:
+        budget_bytes = plan.metadata.gpu_memory_bytes
     played = _Played(plan, budget_bytes, budget_bytes * RESERVED_SHARE if keeps_together else None)
     for _ in range(iterations):
         played.iteration()
