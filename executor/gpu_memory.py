@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from teraio.contracts.plan import Plan
+from teraio.executor.gpu_allocator import GpuAllocator
 from teraio.executor.holding import Holding
 from teraio.executor.residency import Residency
-from teraio.executor.storage_memory import StorageMemory, allocator_books
-from teraio.profiler.storages import original_resize
+from teraio.executor.storage_memory import StorageMemory
 from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES, MIB
 from teraio.simulator.compaction import RESERVED_SHARE, Occupied, prepare, tidy
 from teraio.simulator.holes import Holes
@@ -20,85 +19,12 @@ from teraio.simulator.holes import Holes
 _TRIM_SHARE = 1.045
 """Of the budget: what is reserved beyond it at an iteration's end is given back to the driver."""
 
+_ALERT_SHARE = 0.01
+"""Of the budget: account is kept of the holes once no more than this is missing to the limit."""
+
 _LOOKS = 12
 _LOOKS_AT_START = 1000
 """Looks into the allocator in one iteration, and until it has settled; some milliseconds each."""
-
-
-class Layout(NamedTuple):
-    """How an allocator has laid out its pool for large requests, (address, bytes) each."""
-
-    holes: list[tuple[int, int]]
-    blocks: list[tuple[int, int]]
-    reserved_bytes: int
-
-
-class GpuAllocator:
-    """PyTorch's CUDA allocator on the current device and stream."""
-
-    def __init__(self) -> None:
-        self._device = torch.cuda.current_device()
-        self._stream = torch.cuda.current_stream()
-
-    def is_usable(self) -> bool:
-        """Whether storages can be moved now: not on another stream, nor into a CUDA graph."""
-        return (
-            torch.cuda.current_stream() == self._stream
-            and not torch.cuda.is_current_stream_capturing()
-        )
-
-    def look(self) -> Layout | None:
-        """Its present layout; None without expandable segments, where blocks lie in many ranges."""
-        holes: list[tuple[int, int]] = []
-        blocks: list[tuple[int, int]] = []
-        reserved_bytes = 0
-        for segment in torch.cuda.memory_snapshot():
-            if segment["device"] != self._device:
-                continue
-            reserved_bytes += segment["total_size"]
-            if not self._is_pool(segment):
-                continue
-            if not segment["is_expandable"]:
-                return None
-            for block in segment["blocks"]:
-                kind = holes if block["state"] == "inactive" else blocks
-                kind.append((block["address"], block["size"]))
-        return Layout(holes, blocks, reserved_bytes)
-
-    def _is_pool(self, segment: dict[str, Any]) -> bool:
-        return (
-            segment["segment_type"] == "large"
-            and segment["stream"] == self._stream.cuda_stream
-            and tuple(segment["segment_pool_id"]) == (0, 0)
-        )
-
-    @staticmethod
-    def address(storage: torch.UntypedStorage) -> int:
-        """Where a storage lies."""
-        # Not the method of the storage: a pointer that is asked for there is given away.
-        address: int = torch._C.StorageBase.data_ptr(storage)  # type: ignore[attr-defined]
-        return address
-
-    def move(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """New memory for a storage, a copy in the order of the stream, the old memory back."""
-        original_resize(storage, nbytes)
-
-    def allocate(self, nbytes: int) -> int:
-        """A block of no storage: its address."""
-        address: int = torch.cuda.caching_allocator_alloc(nbytes)
-        return address
-
-    def free(self, address: int) -> None:
-        """Give such a block back."""
-        torch.cuda.caching_allocator_delete(address)
-
-    def books(self) -> tuple[int, int]:
-        """Bytes in use, and reserved."""
-        return allocator_books()
-
-    def trim(self) -> None:
-        """Give back to the driver what is not in use."""
-        torch.cuda.empty_cache()
 
 
 class CompactMemory(StorageMemory):
@@ -122,6 +48,7 @@ class CompactMemory(StorageMemory):
         self._may_move: Sequence[bool] = ()
         self._reserved_bytes = 0
         self._is_known = False
+        self._has_unsure = False
         self._is_possible = True
         self._looks_left = 0
         self.begin()
@@ -139,18 +66,39 @@ class CompactMemory(StorageMemory):
         address = self._allocator.address(storage)
         if self._others.get(address) == nbytes:
             del self._others[address]
-        elif not self._holes.take_at(address, nbytes):
-            self._lose()
+        elif not self._take(address, nbytes):
+            # Another stream's memory is none of this pool.
+            if self._allocator.is_on_stream():
+                self._lose()
             return
         holding.address = address
         self._lying_at[address] = holding
 
     def forget(self, holding: Holding) -> None:
         """A storage no longer has memory."""
-        if self._lying_at.get(holding.address) is holding:
-            del self._lying_at[holding.address]
-            self._holes.put_back(holding.address, holding.allocated_bytes)
+        address, nbytes = holding.address, holding.allocated_bytes
         holding.address = 0
+        if self._lying_at.get(address) is not holding:
+            return
+        del self._lying_at[address]
+        if holding.shared_with is not None:
+            # It is free only when another stream is through with it, of which nobody tells.
+            self._others[address] = nbytes
+            self._has_unsure = True
+        elif not self._holes.put_back(address, nbytes):
+            self._lose()
+
+    def note_uses(self, holdings: Collection[Holding], arguments: Sequence[Any] = ()) -> None:
+        """A kernel with these arguments uses storages, maybe on another stream than the run's."""
+        if not self._allocator.is_on_stream():
+            stream = self._allocator.current_stream()
+        elif len(arguments) == 2 and isinstance(arguments[1], torch.Stream):
+            # Tensor.record_stream: promised for the memory that they have now.
+            stream = arguments[1]
+        else:
+            return
+        for holding in holdings:
+            holding.shared_with = stream
 
     def allocate(self, holding: Holding, storage: torch.UntypedStorage) -> None:
         """Memory for a storage that has none."""
@@ -159,11 +107,8 @@ class CompactMemory(StorageMemory):
 
     def give_back(self, holding: Holding, storage: torch.UntypedStorage) -> None:
         """The storage's memory goes back."""
-        if holding.shared_with is not None:
-            # It is free only when another stream is through with it.
-            self._lose()
-        super().give_back(holding, storage)
         self.forget(holding)
+        super().give_back(holding, storage)
 
     def prepare(self, requests: Sequence[int], may_move: Sequence[bool]) -> None:
         """Let blocks of these sizes, which are about to be allocated, find holes."""
@@ -172,7 +117,7 @@ class CompactMemory(StorageMemory):
         if self._is_known:
             if self._holes.largest_bytes >= sum(requests):
                 return
-        elif not self._must_know(requests) or not self._look():
+        elif not self._looks_left or not self._must_know(requests) or not self._look():
             return
         if not self._allocator.is_usable():
             return
@@ -192,8 +137,10 @@ class CompactMemory(StorageMemory):
         is_due = self._is_known and self.would_exceed(LARGE_PAGE_BYTES)
         if is_due and self._allocator.is_usable():
             self._may_move = may_move
-            with suppress(torch.OutOfMemoryError):
+            try:
                 self._residency.traffic.relocated_bytes += tidy(self)
+            except torch.OutOfMemoryError:
+                self._lose()
 
     # Iterations
 
@@ -206,7 +153,7 @@ class CompactMemory(StorageMemory):
         """What is reserved may have grown by requests for which no room could be made."""
         books = self._allocator.books()
         self._looks_left = max(self._looks_left - _LOOKS, _LOOKS)
-        if books[1] != self._reserved_bytes:
+        if books[1] != self._reserved_bytes or self._has_unsure:
             self._lose()
         if self._is_possible:
             self._trim_above(_TRIM_SHARE * self._residency.capacity_bytes)
@@ -238,17 +185,24 @@ class CompactMemory(StorageMemory):
 
     def blocks(self) -> Iterator[Occupied]:
         """Owners are addresses."""
+        may_move = self._may_move
+        num_rows = len(may_move)
         for address, holding in self._lying_at.items():
-            is_movable = holding.row >= 0 and self._may_move[holding.row] and can_move(holding)
+            row = holding.row
+            is_movable = 0 <= row < num_rows and may_move[row] and can_move(holding)
             yield Occupied(address, holding.allocated_bytes, address if is_movable else None)
         for address, nbytes in (*self._others.items(), *self._plugs.items()):
             yield Occupied(address, nbytes, None)
 
     def plug(self, nbytes: int) -> int:
         """A block of no storage."""
+        expected = self._holes.best_fit(nbytes)
         address = self._allocator.allocate(nbytes)
         self._plugs[address] = nbytes
-        if not self._holes.take_at(address, nbytes):
+        if expected is None:
+            # It lies in new pages.
+            self._look()
+        elif address != expected[0] or not self._take(address, nbytes):
             self._lose()
         return address
 
@@ -256,25 +210,25 @@ class CompactMemory(StorageMemory):
         """Free it."""
         self._allocator.free(begin)
         nbytes = self._plugs.pop(begin)
-        if self._is_known:
-            self._holes.put_back(begin, nbytes)
+        if self._is_known and not self._holes.put_back(begin, nbytes):
+            self._lose()
 
     def move(self, owner: int) -> bool:
         """By a resize to the size that it has: the allocator chooses where."""
-        holding = self._lying_at[owner]
-        nbytes = holding.allocated_bytes
-        storage, expected = holding.state.reference(), self._holes.best_fit(nbytes)
-        if storage is None:
+        holding = self._lying_at.get(owner)
+        storage = None if holding is None else holding.state.reference()
+        # Asked again: garbage may have been collected since the blocks were listed.
+        if holding is None or storage is None or not can_move(holding):
             return False
-        self._allocator.move(storage, holding.state.nbytes)
+        nbytes, expected = holding.allocated_bytes, self._holes.best_fit(holding.allocated_bytes)
+        holding.arrived = self._allocator.move(storage, holding.state.nbytes)
         if expected is None:
             # It lies in new pages.
             return self._look()
         address = self._allocator.address(storage)
-        if not self._holes.take_at(address, nbytes):
+        if not self._take(address, nbytes) or not self._holes.put_back(owner, nbytes):
             self._lose()
             return False
-        self._holes.put_back(owner, nbytes)
         del self._lying_at[owner]
         self._lying_at[address] = holding
         holding.address = address
@@ -282,28 +236,38 @@ class CompactMemory(StorageMemory):
 
     # What is known of it
 
+    def _take(self, address: int, nbytes: int) -> bool:
+        """Take a range from the holes, the places of what has just died among them."""
+        if self._holes.take_at(address, nbytes):
+            return True
+        self._residency.bury()
+        return self._holes.take_at(address, nbytes)
+
     def _must_know(self, requests: Sequence[int]) -> bool:
-        """Whether these requests could make the allocator reserve more than the limit."""
+        """Whether these requests could make the allocator reserve almost the limit."""
         pages_bytes = sum(map(_pages_bytes, requests))
+        limit_bytes = self._limit_bytes - _ALERT_SHARE * self._residency.capacity_bytes
         self._reserved_bytes += pages_bytes
-        if self._reserved_bytes > self._limit_bytes:
+        if self._reserved_bytes > limit_bytes:
             # It was assumed that every request until now has found no hole.
             self._reserved_bytes = self._allocator.books()[1] + pages_bytes
-        return self._reserved_bytes > self._limit_bytes
+        return self._reserved_bytes > limit_bytes
 
     def _look(self) -> bool:
         """Learn the layout from the allocator; False if that was done too often."""
+        self._lose()
         if not self._looks_left:
             return False
         self._looks_left -= 1
+        # Nothing that dies later is taken for alive.
+        self._residency.bury()
         layout = self._allocator.look()
         if layout is None:
             self._is_possible = False
             return False
-        self._lose()
-        self._is_known = True
         self._reserved_bytes = layout.reserved_bytes
         self._others = {a: nbytes for a, nbytes in layout.blocks if a not in self._plugs}
+        self._holes.growth = layout.growth
         for address, nbytes in layout.holes:
             self._holes.put_back(address, nbytes)
         for holding in self._residency.holdings():
@@ -314,11 +278,12 @@ class CompactMemory(StorageMemory):
                     del self._others[address]
                     holding.address = address
                     self._lying_at[address] = holding
+        self._is_known = True
         return True
 
     def _lose(self) -> None:
         """The account does not hold any more; the next look begins another."""
-        self._is_known = False
+        self._is_known = self._has_unsure = False
         self._holes, self._lying_at, self._others = Holes(), {}, {}
 
 
@@ -343,10 +308,15 @@ def can_move(holding: Holding) -> bool:
         and holding.shared_with is None
         and (holding.leaving is None or holding.leaving.done)
         and all(write.done for write in holding.superseded or ())
-        and _is_resizable(holding)
+        and _is_as_known(holding)
     )
 
 
-def _is_resizable(holding: Holding) -> bool:
+def _is_as_known(holding: Holding) -> bool:
+    """Whether its storage can be resized, and has not been by what nobody has seen."""
     storage = holding.state.reference()
-    return storage is not None and storage.resizable()
+    if storage is None or not storage.resizable():
+        return False
+    # Not the method of the storage, which asks a run whether it is away.
+    nbytes: int = torch._C.StorageBase.nbytes(storage)  # type: ignore[attr-defined]
+    return nbytes == holding.state.nbytes

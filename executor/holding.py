@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from teraio.executor.stores import Transfer
 from teraio.executor.tiers import Slot
 from teraio.profiler.storages import StorageState
+
+
+class Arrival(Protocol):
+    """What has brought a storage where it lies."""
+
+    def make_stream_wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let work issued later to ``stream`` (None: the current one) find it there."""
+        ...
 
 
 class Holding:
@@ -19,8 +27,8 @@ class Holding:
     older content that may still read its memory. ``is_dead``: it was freed, or resized by the user,
     which makes it another. ``is_fixed``: it can never leave. ``is_held``: it must not leave now.
     ``in_flight``: uses under way beside the compute stream (:mod:`uses_in_flight`); ``arrived`` is
-    the last transfer that brought it; ``shared_with``: the stream whose work must end before its
-    memory serves another, where that is not the one that it was allocated on.
+    what has brought it where it lies, last; ``shared_with``: the stream whose work must end before
+    its memory serves another, where that is not the one that it was allocated on.
     ``stamp`` numbers its places in the eviction order; the newest counts. ``address``: where it
     lies, where that is kept account of (:mod:`gpu_memory`).
     """
@@ -55,9 +63,9 @@ class Holding:
         self.is_resident = True
         self.slot: Slot | None = None
         self.arriving: Transfer | None = None
-        self.arrived: Transfer | None = None
+        self.arrived: Arrival | None = None
         self.in_flight = 0
-        self.shared_with: torch.cuda.Stream | None = None
+        self.shared_with: torch.Stream | None = None
         self.leaving: Transfer | None = None
         self.superseded: list[Transfer] | None = None
         self.last_use = 0

@@ -126,6 +126,7 @@ class ExecutorMode(KernelMode):
             holding.last_use = self._clock
             if flags & WRITE and holding.slot is not None:
                 residency.written(holding)
+        residency.memory.note_uses(holdings, call.args)
         if operator.may_resize:
             for holding in holdings:
                 residency.settle(holding)
@@ -263,6 +264,7 @@ class ExecutorMode(KernelMode):
         for holding, is_written in holdings.items():
             if is_written:
                 self.residency.written(holding)
+        self.residency.memory.note_uses(holdings)
         return list(holdings)
 
     @contextmanager

@@ -78,4 +78,5 @@ class ParallelMode(ExecutorMode):
         with self.compute_stream():
             holdings = super().visit(touched)
         self.in_flight.make_visible(holdings)
+        self.residency.memory.note_uses(holdings)
         return holdings

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -41,6 +42,9 @@ class StorageMemory:
 
     def forget(self, holding: Holding) -> None:
         """A storage has died."""
+
+    def note_uses(self, holdings: Collection[Holding], arguments: Sequence[Any] = ()) -> None:
+        """A kernel with these arguments is about to be issued that uses storages."""
 
     def prepare(self, requests: Sequence[int], may_move: Sequence[bool]) -> None:
         """Blocks of these bytes, each more than 1 MiB, are about to be allocated in this order;

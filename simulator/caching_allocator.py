@@ -1,9 +1,10 @@
 """A model of PyTorch's CUDA caching allocator with expandable segments: what fragmentation costs.
 
-Best fit by size, then address; a block is split exactly, and merged with free neighbours when it
-is freed. Where no hole is large enough, pages are mapped at the lowest address at which they make
-one, mostly at the segment's end. Sizes, pages and pools are those of ``CUDACachingAllocator.cpp``
-(torch 2.9 to 2.13). Addresses begin at 0 in each pool.
+Best fit by size, then address, where the hole at the end counts as endless; a block is split
+exactly, and merged with free neighbours when it is freed. Where no hole is large enough, pages are
+mapped at the lowest address at which they make one, mostly at the segment's end. Sizes, pages and
+pools are those of ``CUDACachingAllocator.cpp`` (torch 2.9 to 2.13). Addresses begin at 0 in each
+pool.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ _SMALL_REQUEST_BYTES = MIB
 LARGE_PAGE_BYTES = 20 * MIB
 _PAGE_BYTES = {True: 2 * MIB, False: LARGE_PAGE_BYTES}
 """Of the pool for small requests, and of the other: what is mapped at once."""
+
+_ENDLESS_BYTES = 2**62
+"""Of address space behind the last page."""
 
 
 class CachingAllocator:
@@ -85,6 +89,7 @@ class _Segment:
             pages_bytes = self.missing_bytes(nbytes)
             self.holes.put_back(self.mapped_bytes, pages_bytes)
             self.mapped_bytes += pages_bytes
+            self.holes.growth = {self.mapped_bytes: _ENDLESS_BYTES}
             begin = self.holes.take(nbytes)
         assert begin is not None
         return begin

@@ -24,6 +24,8 @@ from teraio.simulator.holes import Holes
 RESERVED_SHARE = 1.02
 """Of the budget: what is reserved may grow that far before blocks are moved instead."""
 
+_ATTEMPTS = 3
+
 _HOLE = -1
 """In the place of an owner."""
 
@@ -106,8 +108,19 @@ def relocatable_rows(plan: Plan) -> list[bool]:
 
 def prepare(requests: Sequence[int], memory: Memory) -> Compacted:
     """See to it that blocks of these sizes, allocated in this order, find holes."""
-    if memory.holes.largest_bytes >= sum(requests) or _all_fit(requests, memory.holes):
-        return Compacted(0, 0)
+    moved_bytes = 0
+    for _ in range(_ATTEMPTS):
+        if memory.holes.largest_bytes >= sum(requests) or _all_fit(requests, memory.holes):
+            break
+        done = _prepare_once(requests, memory)
+        moved_bytes += done.moved_bytes
+        if done.num_failed or len(requests) == 1:
+            return Compacted(moved_bytes, done.num_failed)
+        # The room made for one of them may attract one before it, if its own is at the end.
+    return Compacted(moved_bytes, 0)
+
+
+def _prepare_once(requests: Sequence[int], memory: Memory) -> Compacted:
     plugs: list[int] = []
     moved_bytes = num_failed = 0
     try:

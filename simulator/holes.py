@@ -7,9 +7,14 @@ from collections.abc import Iterator
 
 
 class Holes:
-    """Ranges in bytes that nobody uses; adjacent ones are one."""
+    """Ranges in bytes that nobody uses; adjacent ones are one.
+
+    ``growth``: bytes by which the hole that ends at an address could grow, because nothing is
+    mapped behind it. PyTorch counts them as the hole's own where it looks for the best fit.
+    """
 
     def __init__(self) -> None:
+        self.growth: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
         self._begins: list[int] = []
         self._size_at: dict[int, int] = {}
@@ -37,10 +42,19 @@ class Holes:
 
     def best_fit(self, nbytes: int) -> tuple[int, int] | None:
         """(begin, size) of the smallest that holds ``nbytes``, the lowest of equal ones."""
-        index = bisect_left(self._by_size, (nbytes, -1))
-        if index == len(self._by_size):
+        by_size = self._by_size
+        index = bisect_left(by_size, (nbytes, -1))
+        if index == len(by_size):
             return None
-        size, begin = self._by_size[index]
+        size, begin = by_size[index]
+        growth = self.growth
+        while begin + size in growth and index + 1 < len(by_size):
+            index += 1
+            other_size, other = by_size[index]
+            grown = other_size + growth.get(other + other_size, 0)
+            if grown >= size + growth[begin + size]:
+                break
+            size, begin = other_size, other
         return begin, size
 
     def take(self, nbytes: int) -> int | None:
@@ -48,49 +62,61 @@ class Holes:
         hole = self.best_fit(nbytes)
         if hole is None:
             return None
-        begin, size = hole
-        self._remove(begin, size)
-        if size > nbytes:
-            self._insert(begin + nbytes, size - nbytes)
-        return begin
+        self.take_at(hole[0], nbytes)
+        return hole[0]
 
     def take_at(self, begin: int, nbytes: int) -> bool:
         """Cut ``nbytes`` out at an address; False, and nothing is cut, if not all are free."""
         index = bisect_right(self._begins, begin) - 1
-        if index < 0:
+        if index < 0 or nbytes <= 0:
             return False
         hole = self._begins[index]
         size = self._size_at[hole]
-        if begin + nbytes > hole + size:
+        end, hole_end = begin + nbytes, hole + size
+        if end > hole_end:
             return False
-        self._remove(hole, size)
+        self._unlist(hole, size)
         if begin > hole:
-            self._insert(hole, begin - hole)
-        if begin + nbytes < hole + size:
-            self._insert(begin + nbytes, hole + size - begin - nbytes)
+            self._list(hole, begin - hole)
+            if end < hole_end:
+                self._begins.insert(index + 1, end)
+        elif end < hole_end:
+            self._begins[index] = end
+        else:
+            del self._begins[index]
+        if end < hole_end:
+            self._list(end, hole_end - end)
         return True
 
-    def put_back(self, begin: int, nbytes: int) -> None:
-        """A range is free again, one with the holes beside it."""
-        end = begin + nbytes
-        before_bytes = self.ending_at(begin)
-        if before_bytes:
-            begin -= before_bytes
-            self._remove(begin, before_bytes)
-        after_bytes = self._size_at.get(end)
-        if after_bytes is not None:
-            self._remove(end, after_bytes)
-            end += after_bytes
-        self._insert(begin, end - begin)
+    def put_back(self, begin: int, nbytes: int) -> bool:
+        """A range is free again, one with the holes beside it; False, and nothing has changed, if
+        a part of it was free already.
+        """
+        begins, end = self._begins, begin + nbytes
+        index = bisect_right(begins, begin)
+        before = begins[index - 1] if index else begin
+        before_end = before + self._size_at[before] if index else begin - 1
+        after = begins[index] if index < len(begins) else end + 1
+        if before_end > begin or after < end or nbytes <= 0:
+            return False
+        if after == end:
+            end += self._size_at[after]
+            self._unlist(after, end - after)
+            del begins[index]
+        if before_end == begin:
+            begin = before
+            self._unlist(before, before_end - before)
+        else:
+            begins.insert(index, begin)
+        self._list(begin, end - begin)
+        return True
 
-    def _insert(self, begin: int, nbytes: int) -> None:
+    def _list(self, begin: int, nbytes: int) -> None:
         insort(self._by_size, (nbytes, begin))
-        insort(self._begins, begin)
         self._size_at[begin] = nbytes
         self._begin_of_end[begin + nbytes] = begin
 
-    def _remove(self, begin: int, nbytes: int) -> None:
+    def _unlist(self, begin: int, nbytes: int) -> None:
         del self._by_size[bisect_left(self._by_size, (nbytes, begin))]
-        del self._begins[bisect_left(self._begins, begin)]
         del self._size_at[begin]
         del self._begin_of_end[begin + nbytes]

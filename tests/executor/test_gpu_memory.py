@@ -19,7 +19,8 @@ import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.executor import execution, gpu_memory, planned_moves, schedule
-from teraio.executor.gpu_memory import CompactMemory, GpuAllocator, Layout, can_move
+from teraio.executor.gpu_allocator import GpuAllocator, Layout
+from teraio.executor.gpu_memory import CompactMemory, can_move
 from teraio.executor.holding import Holding
 from teraio.executor.residency import Residency
 from teraio.profiler.storages import original_resize
@@ -56,11 +57,15 @@ class ModelledAllocator:
     def is_usable(self) -> bool:
         return True
 
+    def is_on_stream(self) -> bool:
+        return True
+
     def look(self) -> Layout:
         self.looks += 1
         blocks = [*self.blocks.values(), *self.plugs.values()]
         lying = [(block.address, block.nbytes) for block in blocks]
-        return Layout(list(self.model.large.holes), lying, self.model.reserved_bytes)
+        large = self.model.large
+        return Layout(list(large.holes), lying, self.model.reserved_bytes, large.holes.growth)
 
     def address(self, storage: torch.UntypedStorage) -> int:
         return self.blocks[self.serial_at[storage._cdata]].address
