@@ -26,6 +26,11 @@ _LOOKS = 12
 _LOOKS_AT_START = 1000
 """Looks into the allocator in one iteration, and until it has settled; some milliseconds each."""
 
+_FAILURES = 30
+"""In one iteration, some 10 ms each; after so many the allocator is left to itself until the next:
+what is asked for may never be allocated, where a run has other kernels than its plan.
+"""
+
 
 class CompactMemory(StorageMemory):
     """Moves storages within the GPU where fragmentation would make the allocator reserve more than
@@ -51,6 +56,7 @@ class CompactMemory(StorageMemory):
         self._has_unsure = False
         self._is_possible = True
         self._looks_left = 0
+        self._failures_left = _FAILURES
         self.begin()
 
     # Storages come and go
@@ -112,7 +118,7 @@ class CompactMemory(StorageMemory):
 
     def prepare(self, requests: Sequence[int], may_move: Sequence[bool]) -> None:
         """Let blocks of these sizes, which are about to be allocated, find holes."""
-        if not requests or not self._is_possible:
+        if not requests or not self._is_possible or not self._failures_left:
             return
         if self._is_known:
             if self._holes.largest_bytes >= sum(requests):
@@ -128,9 +134,11 @@ class CompactMemory(StorageMemory):
         except torch.OutOfMemoryError:
             # Another program has taken what would have been the room for it; nothing is lost.
             self._lose()
+            self._failures_left = 0
             return
         traffic.relocated_bytes += compacted.moved_bytes
         traffic.homeless_requests += compacted.num_failed
+        self._failures_left -= compacted.num_failed
 
     def tidy(self, may_move: Sequence[bool]) -> None:
         """Where much is reserved already: between two iterations much of it is free."""
@@ -153,6 +161,7 @@ class CompactMemory(StorageMemory):
         """What is reserved may have grown by requests for which no room could be made."""
         books = self._allocator.books()
         self._looks_left = max(self._looks_left - _LOOKS, _LOOKS)
+        self._failures_left = _FAILURES
         if books[1] != self._reserved_bytes or self._has_unsure:
             self._lose()
         if self._is_possible:
