@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+from torch.cuda import memory_snapshot
 
 from teraio.executor.storage_memory import allocator_books
 from teraio.profiler.storages import original_resize
+
+_WITHOUT_TRACES: dict[str, Any] = (
+    {"include_traces": False} if "include_traces" in signature(memory_snapshot).parameters else {}
+)
+"""Where somebody records the allocator's history (torch 2.11 or later) it is not copied."""
 
 ENDLESS = 2**62
 """Bytes of address space behind the last page."""
@@ -51,7 +58,12 @@ class GpuAllocator:
 
     def is_usable(self) -> bool:
         """Whether storages can be moved now: not on another stream, nor into a CUDA graph."""
-        return self.is_on_stream() and not torch.cuda.is_current_stream_capturing()
+        return self.is_on_stream() and not self.is_capturing()
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Whether kernels go into a CUDA graph now."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def current_stream(self) -> torch.Stream:
         """Where kernels go now."""
@@ -63,7 +75,7 @@ class GpuAllocator:
         blocks: list[tuple[int, int]] = []
         ranges: list[tuple[int, int]] = []
         reserved_bytes = 0
-        for segment in torch.cuda.memory_snapshot():
+        for segment in torch.cuda.memory_snapshot(**_WITHOUT_TRACES):
             if segment["device"] != self._device:
                 continue
             reserved_bytes += segment["total_size"]

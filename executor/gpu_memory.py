@@ -23,8 +23,11 @@ _ALERT_SHARE = 0.01
 """Of the budget: account is kept of the holes once no more than this is missing to the limit."""
 
 _LOOKS = 12
+_LOOKS_ANEW = 100
 _LOOKS_AT_START = 1000
-"""Looks into the allocator in one iteration, and until it has settled; some milliseconds each."""
+"""Looks into the allocator in one iteration, after one that did not go by the plan, and until it
+has settled; some milliseconds each.
+"""
 
 _FAILURES = 30
 """In one iteration, some 10 ms each; after so many the allocator is left to itself until the next:
@@ -55,7 +58,7 @@ class CompactMemory(StorageMemory):
         self._is_known = False
         self._has_unsure = False
         self._is_possible = True
-        self._looks_left = 0
+        self._looks_left = _LOOKS_AT_START
         self._failures_left = _FAILURES
         self.begin()
 
@@ -103,8 +106,11 @@ class CompactMemory(StorageMemory):
             stream = arguments[1]
         else:
             return
+        is_captured = self._allocator.is_capturing()
         for holding in holdings:
             holding.shared_with = stream
+            # A CUDA graph will read it at this address each time it is replayed.
+            holding.is_fixed |= is_captured
 
     def allocate(self, holding: Holding, storage: torch.UntypedStorage) -> None:
         """Memory for a storage that has none."""
@@ -154,7 +160,7 @@ class CompactMemory(StorageMemory):
 
     def begin(self) -> None:
         """A run begins, or begins anew: what the training before it has reserved goes back."""
-        self._looks_left = _LOOKS_AT_START
+        self._looks_left = max(self._looks_left, _LOOKS_ANEW)
         self._trim_above(self._limit_bytes)
 
     def end_iteration(self) -> tuple[int, int]:

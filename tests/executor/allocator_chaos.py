@@ -32,6 +32,7 @@ class PagedAllocator:
         self.address_of: dict[int, int] = {}
         self.most_pages = 10**9
         self.stream_is_ours = True
+        self.is_captured = False
         self.num_allocated = 0
         self.num_looks = 0
 
@@ -113,6 +114,9 @@ class PagedAllocator:
         return self.stream_is_ours
 
     is_usable = is_on_stream
+
+    def is_capturing(self) -> bool:
+        return self.is_captured
 
     def current_stream(self) -> Any:
         return "another"

@@ -35,7 +35,7 @@ def allocator_seeing(monkeypatch: Any, *segments: dict[str, Any]) -> GpuAllocato
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: list(segments))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda **options: list(segments))
     return GpuAllocator()
 
 

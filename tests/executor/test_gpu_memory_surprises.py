@@ -129,6 +129,7 @@ def test_used_on_another_stream(known: Chaos) -> None:
     known.memory.note_uses([other])
     known.allocator.stream_is_ours = True
     assert [can_move(h) for h in (one, other, third)] == [False, False, True]
+    assert not other.is_fixed
     place, free_bytes = one.address, sum(n for _, n in known.memory.holes)
     die(known, one)
     known.books.bury()
@@ -148,3 +149,22 @@ def test_what_fails_again_and_again_is_given_up(known: Chaos) -> None:
     known.memory.end_iteration()
     known.memory.prepare((50 * MIB,), known.may_move)
     assert known.books.traffic.homeless_requests == failed + 1
+
+
+def test_what_a_graph_has_captured_stays(known: Chaos) -> None:
+    """For good: the graph is replayed with the addresses of its capture."""
+    one, other = sorted(known.books.alive, key=lambda h: h.stamp)[:2]
+    known.allocator.stream_is_ours, known.allocator.is_captured = False, True
+    known.memory.note_uses([one])
+    known.allocator.stream_is_ours, known.allocator.is_captured = True, False
+    assert one.is_fixed
+    assert not one.can_leave
+    assert not other.is_fixed
+
+
+def test_runs_that_never_follow_their_plan_look_seldom(known: Chaos) -> None:
+    """Each such iteration begins anew."""
+    for _ in range(100):
+        known.memory.end_iteration()
+        known.memory.begin()
+    assert known.memory._looks_left <= 100
