@@ -39,6 +39,7 @@ def calls(
         peak_bytes=10**9,
         budget_bytes=2 * 10**9,
         reserved_bytes=0,
+        relocated_bytes=0,
         warm_up_steps=1,
         drift=2,
         first_drift="kernel 4 is aten.relu, not aten.gelu",
