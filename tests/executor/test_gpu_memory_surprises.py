@@ -98,13 +98,38 @@ def test_what_moves_is_waited_for(known: Chaos) -> None:
 
 def test_the_place_of_what_has_just_died(known: Chaos) -> None:
     """Is free, though nobody has been told of the death: a birth there needs no look."""
-    known.random = Unchanging(40 * MIB)  # type: ignore[assignment]
-    first, second = sorted(known.books.alive, key=lambda h: h.stamp)[:2]
-    die(known, first)
-    die(known, second)
+    known.may_move = [False] * ROWS
+    known.random = Unchanging(60 * MIB)  # type: ignore[assignment]
+    holding = min(known.books.alive, key=lambda h: h.stamp)
+    place = holding.address
+    die(known, holding)
     known.birth()
+    assert any(h.address < place < h.address + h.allocated_bytes for h in known.books.alive)
     assert known.memory._is_known
     assert known.allocator.num_looks == 0
+
+
+def test_what_has_died_since_it_was_listed_does_not_move(known: Chaos) -> None:
+    """Garbage may be collected at any moment."""
+    one, other = sorted(known.books.alive, key=lambda h: h.stamp)[:2]
+    places = [one.address, other.address]
+    die(known, one)
+    known.books.bury()
+    other.is_dead = True
+    assert [known.memory.move(place) for place in places] == [False, False]
+
+
+def test_a_place_that_is_free_already(known: Chaos) -> None:
+    """Does not become free twice: the account is wrong, so it is given up."""
+    holding = min(known.books.alive, key=lambda h: h.stamp)
+    assert known.memory.holes.put_back(holding.address, holding.allocated_bytes)
+    known.memory.forget(holding)
+    assert not known.memory._is_known
+
+
+def test_the_hole_at_the_end_of_the_pages(known: Chaos) -> None:
+    """Is known as such: it could grow, so PyTorch takes it last."""
+    assert known.memory.holes.growth == known.allocator.growth() != {}
 
 
 def test_memory_of_another_stream(known: Chaos) -> None:

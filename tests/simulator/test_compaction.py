@@ -205,6 +205,18 @@ def test_holes_by_address() -> None:
     assert (len(holes), holes.largest_bytes, holes.ending_at(150)) == (1, 50, 50)
 
 
+def test_nothing_is_free_twice() -> None:
+    """A range that overlaps a hole is refused, and nothing has changed."""
+    holes = Holes()
+    assert holes.put_back(10, 10)
+    assert holes.put_back(30, 10)
+    for begin, nbytes in ((10, 10), (5, 10), (15, 2), (15, 10), (5, 50), (35, 10), (20, 0)):
+        assert not holes.put_back(begin, nbytes), (begin, nbytes)
+    assert list(holes) == [(10, 10), (30, 10)]
+    assert holes.put_back(20, 10)
+    assert list(holes) == [(10, 30)]
+
+
 @pytest.fixture
 def crowded(case: Callable[..., Any]) -> Callable[[int], Any]:
     """Plans that fill the budget: storages of many sizes leave, others are born in their place."""
