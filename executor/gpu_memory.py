@@ -146,6 +146,10 @@ class CompactMemory(StorageMemory):
         traffic.homeless_requests += compacted.num_failed
         self._failures_left -= compacted.num_failed
 
+    def prepare_unplanned(self, sizes: Sequence[int]) -> None:
+        """Let a kernel of the first iteration, or of one that strays from the plan, find holes."""
+        self.prepare([size for size in sizes if size > MIB], self._may_move)
+
     def tidy(self, may_move: Sequence[bool]) -> None:
         """Where much is reserved already: between two iterations much of it is free."""
         is_due = self._is_known and self.would_exceed(LARGE_PAGE_BYTES)
@@ -204,7 +208,10 @@ class CompactMemory(StorageMemory):
         num_rows = len(may_move)
         for address, holding in self._lying_at.items():
             row = holding.row
-            is_movable = 0 <= row < num_rows and may_move[row] and can_move(holding)
+            # Of what no plan knows: what a kernel of this run has made.
+            is_made_here = row < 0 and not holding.state.is_foreign
+            may = is_made_here or (0 <= row < num_rows and may_move[row])
+            is_movable = may and can_move(holding)
             yield Occupied(address, holding.allocated_bytes, address if is_movable else None)
         for address, nbytes in (*self._others.items(), *self._plugs.items()):
             yield Occupied(address, nbytes, None)

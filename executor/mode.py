@@ -208,11 +208,9 @@ class ExecutorMode(KernelMode):
 
     def _follow(self, landing: Landing) -> None:
         """Go on by another schedule for the same plan."""
-        state = self.position.state
         self.schedule = self._moves.schedule = prepare_schedule(landing.plan)
         self.placement = Placement(landing.plan)
-        self.position = PlanPosition(self.schedule)
-        self.position.state = state
+        self.position = PlanPosition(self.schedule, self.position.state)
         self._binding.follow(self.schedule, self.placement, landing.row_of)
         self.residency.order.forget()
 
@@ -359,7 +357,7 @@ class ExecutorMode(KernelMode):
     def _make_ready(self, call: KernelCall, holdings: list[Holding]) -> None:
         """Storages resident, and room for what the kernel creates."""
         position, is_guess = self.position, False
-        if position.is_planned and not position.shape_differs:
+        if is_known := position.is_planned and not position.shape_differs:
             kernel = self.kernel + position.shift
             need_bytes = self.schedule.need_bytes[kernel]
             # Storages first seen among the arguments exist already and are accounted for.
@@ -369,11 +367,13 @@ class ExecutorMode(KernelMode):
             if self._sizes.depends_on_scalars(call.operator):
                 need_bytes = max(need_bytes, self._sizes.predict(call).nbytes)
         else:
-            need_bytes, is_guess = self._sizes.predict(call)
+            need_bytes, is_guess, _ = self._sizes.predict(call)
             # What was only viewed since the last kernel may leave again, if there is no room.
             flags = list(call.flags.values())
             holdings = [h for i, h in enumerate(holdings) if i >= len(flags) or flags[i]]
         self.residency.require(holdings, need_bytes if need_bytes > 0 else 0, is_guess=is_guess)
+        if not is_known:
+            self.residency.memory.prepare_unplanned(self._sizes.predict(call).sizes)
 
     def _by_next_use(self, holding: Holding) -> float:
         """Position of the next use in kernels since the run began, so that it does not age."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,13 @@ class _CannotAskError(Exception):
 
 
 class Prediction(NamedTuple):
-    """Bytes beside the inputs; ``is_guess``: the operator could not be asked."""
+    """Bytes beside the inputs, in all, and (``sizes``) of each output; ``is_guess``: the operator
+    could not be asked, and ``sizes`` are not known.
+    """
 
     nbytes: int
     is_guess: bool
+    sizes: tuple[int, ...]
 
 
 class OutputSizes:
@@ -75,12 +78,13 @@ class OutputSizes:
         except Exception:
             sizes = [t.numel() * t.element_size() for t in inputs]
             sizes += [a.nbytes() for a in call.args if isinstance(a, torch.UntypedStorage)]
-            return Prediction(self._rounded(sizes), is_guess=True)
-        return Prediction(self._rounded(sizes), is_guess=False)
+            return Prediction(sum(self._rounded(sizes)), is_guess=True, sizes=())
+        rounded = tuple(self._rounded(sizes))
+        return Prediction(sum(rounded), is_guess=False, sizes=rounded)
 
-    def _rounded(self, sizes: list[int]) -> int:
+    def _rounded(self, sizes: list[int]) -> Iterator[int]:
         rounding = self._rounding_bytes
-        return sum(-(-size // rounding) * rounding for size in sizes)
+        return (-(-size // rounding) * rounding for size in sizes)
 
 
 def _sizes_of_outputs(call: KernelCall) -> list[int]:

@@ -29,8 +29,8 @@ class PlanPosition:
     the kernel under way is the one that the plan has there; ``shape_differs``: with other shapes.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.state = RunState.COLD
+    def __init__(self, schedule: Schedule, state: RunState = RunState.COLD) -> None:
+        self.state = state
         self.shape_differs = False
         self._schedule = schedule
         self.shift = 0

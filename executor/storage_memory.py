@@ -51,6 +51,9 @@ class StorageMemory:
         storages of these rows of the plan may be moved for them.
         """
 
+    def prepare_unplanned(self, sizes: Sequence[int]) -> None:
+        """The same for blocks of any size, of a kernel that is not the plan's."""
+
     def tidy(self, may_move: Sequence[bool]) -> None:
         """An iteration begins; storages of these rows may be moved to lie together."""
 

@@ -199,7 +199,11 @@ class Chaos:
             storage = torch.UntypedStorage(nbytes, device="meta")
             if not self.allocate(storage, block_bytes or nbytes):
                 continue
-            state = SimpleNamespace(nbytes=nbytes, reference=lambda storage=storage: storage)
+            state = SimpleNamespace(
+                nbytes=nbytes,
+                reference=lambda storage=storage: storage,
+                is_foreign=not self.random.randrange(0, 2),
+            )
             holding = Holding(state, nbytes, is_fixed=False)  # type: ignore[arg-type]
             holding.row = self.random.randrange(-1, ROWS + 5)
             holding.stamp = len(self.storages)

@@ -115,10 +115,10 @@ def test_predictions_run_nothing_else() -> None:
     sizes = OutputSizes()
     operator: Any = SimpleNamespace(name="region", is_collective=False, positions={})
     call = KernelCall(lambda x: calls.append(x), operator, (torch.ones(10),), {})
-    assert sizes.predict(call) == (40, True)
+    assert sizes.predict(call) == (40, True, ())
     huge = torch.UntypedStorage(10**7)
     given = KernelCall(torch.ops.aten.set_.source_Storage, operator, (torch.empty(0), huge), {})
-    assert sizes.predict(given) == (10**7, True)
+    assert sizes.predict(given) == (10**7, True, ())
     assert calls == []
 
 
