@@ -58,6 +58,7 @@ def run_figures(report: RunReport) -> dict[str, Any]:
         "demand_fetch_bytes",
         "evictions",
         "dropped_prefetches",
+        "relocated_bytes",
         "cold_start_seconds",
     )
     stalls = report.timeline.stall_seconds

@@ -87,12 +87,16 @@ def simulate(
 
         memory = predict_reserved_memory(chosen)
         data["reserved_gpu_bytes"] = memory.reserved_bytes
+        data["relocated_bytes"] = memory.moved_bytes
 
     def show(console: Console) -> None:
         show_timeline(console, str(plan or trace), played)
         if memory is not None:
             share = percent(memory.fragmentation)
             reserved_text = f"{size(memory.reserved_bytes)}, {share} more than is allocated"
-            console.print(facts("Memory", [("PyTorch will reserve", reserved_text)]))
+            rows = [("PyTorch will reserve", reserved_text)]
+            if memory.moved_bytes:
+                rows.append(("moved within the GPU, each step", size(memory.moved_bytes)))
+            console.print(facts("Memory", rows))
 
     return Result(data, show)

@@ -70,12 +70,19 @@ class GpuAllocator:
         return torch.cuda.current_stream()
 
     def look(self) -> Layout | None:
-        """Its present layout; None without expandable segments, where blocks lie in many ranges."""
+        """Its present layout; None without expandable segments, where blocks lie in many ranges,
+        and where PyTorch cannot tell.
+        """
         holes: list[tuple[int, int]] = []
         blocks: list[tuple[int, int]] = []
         ranges: list[tuple[int, int]] = []
         reserved_bytes = 0
-        for segment in torch.cuda.memory_snapshot(**_WITHOUT_TRACES):
+        try:
+            segments = torch.cuda.memory_snapshot(**_WITHOUT_TRACES)
+        except RuntimeError:
+            # Some builds cannot tell (PyTorch issue 174044); the run goes on as without looking.
+            return None
+        for segment in segments:
             if segment["device"] != self._device:
                 continue
             reserved_bytes += segment["total_size"]

@@ -59,6 +59,17 @@ def test_a_look_into_the_allocator(monkeypatch: Any) -> None:
     assert layout.growth == {40 * mib: 20 * mib, 85 * mib: ENDLESS}
 
 
+def test_where_pytorch_cannot_tell_nothing_moves(monkeypatch: Any) -> None:
+    """A snapshot that fails ends no training."""
+    allocator = allocator_seeing(monkeypatch)
+
+    def fail(**options: Any) -> Any:
+        raise RuntimeError("unexpected layout")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", fail)
+    assert allocator.look() is None
+
+
 def test_without_expandable_segments_nothing_moves(monkeypatch: Any) -> None:
     """Blocks lie in many ranges then, and pages do not help."""
     plain = segment(0, (30, "inactive"), is_expandable=False)
