@@ -19,6 +19,11 @@ from teraio.simulator.holes import Holes
 _TRIM_SHARE = 1.045
 """Of the budget: what is reserved beyond it at an iteration's end is given back to the driver."""
 
+_TRIM_PAUSE = 4
+"""Iterations from the first time to the second, then twice as many each time: what is given back is
+mostly taken again, and both wait for the GPU.
+"""
+
 _ALERT_SHARE = 0.01
 """Of the budget: account is kept of the holes once no more than this is missing to the limit."""
 
@@ -60,7 +65,9 @@ class CompactMemory(StorageMemory):
         self._is_possible = True
         self._looks_left = _LOOKS_AT_START
         self._failures_left = _FAILURES
-        self.begin()
+        self._trim_pause = 0
+        self._next_pause = _TRIM_PAUSE
+        self._trim_above(self._limit_bytes)
 
     # Storages come and go
 
@@ -165,7 +172,7 @@ class CompactMemory(StorageMemory):
     def begin(self) -> None:
         """A run begins, or begins anew: what the training before it has reserved goes back."""
         self._looks_left = max(self._looks_left, _LOOKS_ANEW)
-        self._trim_above(self._limit_bytes)
+        self._trim_now_and_then(self._limit_bytes)
 
     def end_iteration(self) -> tuple[int, int]:
         """What is reserved may have grown by requests for which no room could be made."""
@@ -174,16 +181,25 @@ class CompactMemory(StorageMemory):
         self._failures_left = _FAILURES
         if books[1] != self._reserved_bytes or self._has_unsure:
             self._lose()
+        self._reserved_bytes = books[1]
+        self._trim_pause = max(self._trim_pause - 1, 0)
         if self._is_possible:
-            self._trim_above(_TRIM_SHARE * self._residency.capacity_bytes)
+            self._trim_now_and_then(_TRIM_SHARE * self._residency.capacity_bytes)
         return books
 
-    def _trim_above(self, limit_bytes: float) -> None:
+    def _trim_now_and_then(self, limit_bytes: float) -> None:
+        if not self._trim_pause and self._trim_above(limit_bytes):
+            self._trim_pause = self._next_pause
+            self._next_pause *= 2
+
+    def _trim_above(self, limit_bytes: float) -> bool:
         self._reserved_bytes = self._allocator.books()[1]
-        if self._reserved_bytes > limit_bytes:
-            self._allocator.trim()
-            self._reserved_bytes = self._allocator.books()[1]
-            self._lose()
+        if self._reserved_bytes <= limit_bytes:
+            return False
+        self._allocator.trim()
+        self._reserved_bytes = self._allocator.books()[1]
+        self._lose()
+        return True
 
     # The allocator, as compaction sees it
 

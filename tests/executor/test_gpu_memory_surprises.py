@@ -193,3 +193,18 @@ def test_runs_that_never_follow_their_plan_look_seldom(known: Chaos) -> None:
         known.memory.end_iteration()
         known.memory.begin()
     assert known.memory._looks_left <= 100
+
+
+def test_what_is_taken_again_is_given_back_ever_more_seldom(
+    known: Chaos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 4 iterations, 8 more, 16 more...: 5 times in 100, not 100 times."""
+    trims: list[int] = []
+    ended: list[int] = []
+    monkeypatch.setattr(known.allocator, "books", lambda: (0, 10**15))
+    monkeypatch.setattr(known.allocator, "trim", lambda: trims.append(len(ended)))
+    while len(ended) < 100:
+        known.memory.end_iteration()
+        known.memory.begin()
+        ended.append(1)
+    assert trims == [0, 4, 12, 28, 60]
