@@ -97,7 +97,7 @@ class CompactMemory(StorageMemory):
         if self._lying_at.get(address) is not holding:
             return
         del self._lying_at[address]
-        if holding.shared_with is not None:
+        if holding.shared_with:
             # It is free only when another stream is through with it, of which nobody tells.
             self._others[address] = nbytes
             self._has_unsure = True
@@ -115,7 +115,7 @@ class CompactMemory(StorageMemory):
             return
         is_captured = self._allocator.is_capturing()
         for holding in holdings:
-            holding.shared_with = stream
+            holding.shared_with |= {stream}
             # A CUDA graph will read it at this address each time it is replayed.
             holding.is_fixed |= is_captured
 
@@ -343,7 +343,7 @@ def can_move(holding: Holding) -> bool:
     return (
         holding.can_leave
         and holding.arriving is None
-        and holding.shared_with is None
+        and not holding.shared_with
         and (holding.leaving is None or holding.leaving.done)
         and all(write.done for write in holding.superseded or ())
         and _is_as_known(holding)

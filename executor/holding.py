@@ -27,8 +27,8 @@ class Holding:
     older content that may still read its memory. ``is_dead``: it was freed, or resized by the user,
     which makes it another. ``is_fixed``: it can never leave. ``is_held``: it must not leave now.
     ``in_flight``: uses under way beside the compute stream (:mod:`uses_in_flight`); ``arrived`` is
-    what has brought it where it lies, last; ``shared_with``: the stream whose work must end before
-    its memory serves another, where that is not the one that it was allocated on.
+    what has brought it where it lies, last; ``shared_with``: streams whose work must end before its
+    memory serves another, beside the one that it was allocated on.
     ``stamp`` numbers its places in the eviction order; the newest counts. ``address``: where it
     lies, where that is kept account of (:mod:`gpu_memory`).
     """
@@ -65,7 +65,7 @@ class Holding:
         self.arriving: Transfer | None = None
         self.arrived: Arrival | None = None
         self.in_flight = 0
-        self.shared_with: torch.Stream | None = None
+        self.shared_with: frozenset[torch.Stream] = frozenset()
         self.leaving: Transfer | None = None
         self.superseded: list[Transfer] | None = None
         self.last_use = 0

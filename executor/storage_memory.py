@@ -31,10 +31,11 @@ class StorageMemory:
 
     def give_back(self, holding: Holding, storage: torch.UntypedStorage) -> None:
         """The storage's memory goes back to the allocator."""
-        if holding.shared_with is not None:
+        if holding.shared_with:
             with torch._C._DisableTorchDispatch():
-                bytes_of(storage).record_stream(holding.shared_with)
-            holding.shared_with = None
+                for stream in holding.shared_with:
+                    bytes_of(storage).record_stream(stream)
+            holding.shared_with = frozenset()
         original_resize(storage, 0)
 
     def note(self, holding: Holding) -> None:

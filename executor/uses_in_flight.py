@@ -58,6 +58,9 @@ class UsesInFlight:
         self._uses: list[_Use] = []
         self._next = 0
         self._compute = torch.cuda.current_stream() if device_type == "cuda" else None
+        self._computing: frozenset[torch.Stream] = frozenset(
+            () if self._compute is None else (self._compute,)
+        )
 
     def start(self) -> None:
         """Notice what is waited for: some works never say that they have completed."""
@@ -109,7 +112,7 @@ class UsesInFlight:
             self._add(_Use(holdings, event))
             for holding in born:
                 # Its memory goes back to that stream's pool, which does not wait for this one.
-                holding.shared_with = self._compute
+                holding.shared_with |= self._computing
 
     def poll(self) -> None:
         """Let go of what has ended, as far as a look at two of them tells.

@@ -148,7 +148,7 @@ class Chaos:
     """Random events of a seed; ``surprises``: whether some are not told."""
 
     def __init__(self, seed: int, *, surprises: bool) -> None:
-        self.random = random.Random(seed)
+        self.random: Any = random.Random(seed)
         self.allocator = PagedAllocator()
         self.books = Books()
         self.memory = CompactMemory(self.books, self.allocator)  # type: ignore[arg-type]
@@ -199,12 +199,12 @@ class Chaos:
             storage = torch.UntypedStorage(nbytes, device="meta")
             if not self.allocate(storage, block_bytes or nbytes):
                 continue
-            state = SimpleNamespace(
+            state: Any = SimpleNamespace(
                 nbytes=nbytes,
                 reference=lambda storage=storage: storage,
                 is_foreign=not self.random.randrange(0, 2),
             )
-            holding = Holding(state, nbytes, is_fixed=False)  # type: ignore[arg-type]
+            holding = Holding(state, nbytes, is_fixed=False)
             holding.row = self.random.randrange(-1, ROWS + 5)
             holding.stamp = len(self.storages)
             self.storages[holding] = storage

@@ -91,8 +91,9 @@ class RecordedStream:
 
 def test_another_stream_waits_for_a_move() -> None:
     """What it has been ordered with before is not the copy that has come since."""
-    run, other = RecordedStream(), RecordedStream()
-    Relocation(run).make_stream_wait(other)  # type: ignore[arg-type]
+    run: Any = RecordedStream()
+    other: Any = RecordedStream()
+    Relocation(run).make_stream_wait(other)
     assert (run.waited, other.waited) == ([], ["end of the copy"])
 
 

@@ -149,7 +149,8 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[ToldMemory]:
 
     def memory_for(plan: Plan, residency: Residency, device_type: str) -> ToldMemory:
         kind = KINDS[-1]
-        made.append(kind(residency, ModelledAllocator()))  # type: ignore[arg-type]
+        allocator: Any = ModelledAllocator()
+        made.append(kind(residency, allocator))
         return made[-1]
 
     for module in (gpu_memory, planned_moves, schedule):
@@ -271,7 +272,7 @@ def test_what_may_move(case: Any, crowded: Callable[[], Plan], memories: Any) ->
             ("is_dead", True),
             ("in_flight", 1),
             ("is_resident", False),
-            ("shared_with", object()),
+            ("shared_with", frozenset([object()])),
             ("arriving", object()),
             ("leaving", Unfinished()),
             ("superseded", [Unfinished()]),

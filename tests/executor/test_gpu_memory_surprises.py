@@ -7,11 +7,13 @@ storage has one block of its size.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from tests.executor.allocator_chaos import ROWS, Chaos
 
+from teraio.executor import storage_memory
 from teraio.executor.gpu_memory import can_move
 from teraio.executor.holding import Holding
 from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES as PAGE
@@ -55,7 +57,7 @@ def known() -> Chaos:
     """Blocks of 20 MiB that fill the budget, half of them gone: an account that is kept."""
     chaos = Chaos(0, surprises=False)
     chaos.may_move = [True] * ROWS
-    chaos.random = Unchanging(20 * MIB)  # type: ignore[assignment]
+    chaos.random = Unchanging(20 * MIB)
     for _ in range(60):
         chaos.birth()
     assert chaos.memory._look()
@@ -99,7 +101,7 @@ def test_what_moves_is_waited_for(known: Chaos) -> None:
 def test_the_place_of_what_has_just_died(known: Chaos) -> None:
     """Is free, though nobody has been told of the death: a birth there needs no look."""
     known.may_move = [False] * ROWS
-    known.random = Unchanging(60 * MIB)  # type: ignore[assignment]
+    known.random = Unchanging(60 * MIB)
     holding = min(known.books.alive, key=lambda h: h.stamp)
     place = holding.address
     die(known, holding)
@@ -174,6 +176,29 @@ def test_what_fails_again_and_again_is_given_up(known: Chaos) -> None:
     known.memory.end_iteration()
     known.memory.prepare((50 * MIB,), known.may_move)
     assert known.books.traffic.homeless_requests == failed + 1
+
+
+def test_all_streams_that_use_a_storage_are_waited_for(
+    known: Chaos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is noticed later does not replace one that is known already."""
+    recorded: list[Any] = []
+
+    class Bytes:
+        def record_stream(self, stream: Any) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(storage_memory, "bytes_of", lambda storage: Bytes())
+    monkeypatch.setattr(storage_memory, "original_resize", lambda storage, nbytes: None)
+    holding = min(known.books.alive, key=lambda h: h.stamp)
+    compute: Any = "compute"
+    holding.shared_with = frozenset([compute])
+    known.allocator.stream_is_ours = False
+    known.memory.note_uses([holding])
+    known.allocator.stream_is_ours = True
+    known.memory.give_back(holding, known.storages[holding])
+    assert sorted(recorded) == ["another", "compute"]
+    assert not holding.shared_with
 
 
 def test_what_a_graph_has_captured_stays(known: Chaos) -> None:
