@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from teraio.executor.gpu_allocator import GpuAllocator
 from teraio.executor.holding import Holding
 from teraio.executor.residency import Residency
 from teraio.executor.storage_memory import StorageMemory
+from teraio.simulator.blocks import Blocks
 from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES, MIB
-from teraio.simulator.compaction import RESERVED_SHARE, Occupied, prepare, tidy
+from teraio.simulator.compaction import RESERVED_SHARE, prepare, tidy
 from teraio.simulator.holes import Holes
 
 _TRIM_SHARE = 1.045
@@ -55,6 +56,7 @@ class CompactMemory(StorageMemory):
         self._allocator = allocator
         self._limit_bytes = RESERVED_SHARE * residency.capacity_bytes
         self._holes = Holes()
+        self._blocks = Blocks()
         self._lying_at: dict[int, Holding] = {}
         self._others: dict[int, int] = {}
         self._plugs: dict[int, int] = {}
@@ -87,8 +89,7 @@ class CompactMemory(StorageMemory):
             if self._allocator.is_on_stream():
                 self._lose()
             return
-        holding.address = address
-        self._lying_at[address] = holding
+        self._note_at(address, holding)
 
     def forget(self, holding: Holding) -> None:
         """A storage no longer has memory."""
@@ -97,6 +98,7 @@ class CompactMemory(StorageMemory):
         if self._lying_at.get(address) is not holding:
             return
         del self._lying_at[address]
+        self._blocks.remove(address)
         if holding.shared_with:
             # It is free only when another stream is through with it, of which nobody tells.
             self._others[address] = nbytes
@@ -218,19 +220,19 @@ class CompactMemory(StorageMemory):
         """Whether new pages for a block would be more than the limit."""
         return self._reserved_bytes + _pages_bytes(nbytes) > self._limit_bytes
 
-    def blocks(self) -> Iterator[Occupied]:
-        """Owners are addresses."""
-        may_move = self._may_move
-        num_rows = len(may_move)
-        for address, holding in self._lying_at.items():
-            row = holding.row
+    @property
+    def blocks(self) -> Blocks:
+        """Of the storages that are known."""
+        return self._blocks
+
+    def can_move(self, begin: int) -> bool:
+        """Whether the plan, and what is under way, let the storage that lies there move."""
+        holding = self._lying_at[begin]
+        row, may_move = holding.row, self._may_move
+        if row < 0:
             # Of what no plan knows: what a kernel of this run has made.
-            is_made_here = row < 0 and not holding.state.is_foreign
-            may = is_made_here or (0 <= row < num_rows and may_move[row])
-            is_movable = may and can_move(holding)
-            yield Occupied(address, holding.allocated_bytes, address if is_movable else None)
-        for address, nbytes in (*self._others.items(), *self._plugs.items()):
-            yield Occupied(address, nbytes, None)
+            return not holding.state.is_foreign and can_move(holding)
+        return row < len(may_move) and may_move[row] and can_move(holding)
 
     def plug(self, nbytes: int) -> int:
         """A block of no storage."""
@@ -251,9 +253,9 @@ class CompactMemory(StorageMemory):
         if self._is_known and not self._holes.put_back(begin, nbytes):
             self._lose()
 
-    def move(self, owner: int) -> bool:
+    def move(self, begin: int) -> bool:
         """By a resize to the size that it has: the allocator chooses where."""
-        holding = self._lying_at.get(owner)
+        holding = self._lying_at.get(begin)
         storage = None if holding is None else holding.state.reference()
         # Asked again: garbage may have been collected since the blocks were listed.
         if holding is None or storage is None or not can_move(holding):
@@ -264,15 +266,20 @@ class CompactMemory(StorageMemory):
             # It lies in new pages.
             return self._look()
         address = self._allocator.address(storage)
-        if not self._take(address, nbytes) or not self._holes.put_back(owner, nbytes):
+        if not self._take(address, nbytes) or not self._holes.put_back(begin, nbytes):
             self._lose()
             return False
-        del self._lying_at[owner]
-        self._lying_at[address] = holding
-        holding.address = address
+        del self._lying_at[begin]
+        self._blocks.remove(begin)
+        self._note_at(address, holding)
         return address == expected[0]
 
     # What is known of it
+
+    def _note_at(self, address: int, holding: Holding) -> None:
+        holding.address = address
+        self._lying_at[address] = holding
+        self._blocks.add(address, holding.allocated_bytes)
 
     def _take(self, address: int, nbytes: int) -> bool:
         """Take a range from the holes, the places of what has just died among them."""
@@ -314,15 +321,14 @@ class CompactMemory(StorageMemory):
                 address = self._allocator.address(storage)
                 if self._others.get(address) == holding.allocated_bytes:
                     del self._others[address]
-                    holding.address = address
-                    self._lying_at[address] = holding
+                    self._note_at(address, holding)
         self._is_known = True
         return True
 
     def _lose(self) -> None:
         """The account does not hold any more; the next look begins another."""
         self._is_known = self._has_unsure = False
-        self._holes, self._lying_at, self._others = Holes(), {}, {}
+        self._holes, self._blocks, self._lying_at, self._others = Holes(), Blocks(), {}, {}
 
 
 def _pages_bytes(nbytes: int) -> int:
@@ -345,7 +351,7 @@ def can_move(holding: Holding) -> bool:
         and holding.arriving is None
         and not holding.shared_with
         and (holding.leaving is None or holding.leaving.done)
-        and all(write.done for write in holding.superseded or ())
+        and (not holding.superseded or all(write.done for write in holding.superseded))
         and _is_as_known(holding)
     )
 

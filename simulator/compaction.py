@@ -14,11 +14,13 @@ Shared by the executor, which does it, and by the simulator, which predicts what
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from teraio.contracts.plan import Plan
 from teraio.contracts.table import MISSING
+from teraio.simulator.blocks import Blocks
 from teraio.simulator.holes import Holes
 
 RESERVED_SHARE = 1.02
@@ -29,29 +31,18 @@ _ATTEMPTS = 3
 _WINDOWS = 100
 """Looked at closely for one request, some 50 us each; if one will do it is among the first."""
 
-_HOLE = -1
-"""In the place of an owner."""
-
-
-class Occupied(NamedTuple):
-    """A block in use; ``owner`` is None if it must stay where it is."""
-
-    begin: int
-    nbytes: int
-    owner: int | None
-
 
 class Window(NamedTuple):
-    """A range that can become one hole: the blocks in it move, the largest first."""
+    """A range that can become one hole: the blocks (begin, bytes) in it move, the largest first."""
 
     begin: int
     end: int
-    blocks: list[Occupied]
+    blocks: list[tuple[int, int]]
 
     @property
     def moved_bytes(self) -> int:
         """What has to be copied."""
-        return sum(block.nbytes for block in self.blocks)
+        return sum(nbytes for _, nbytes in self.blocks)
 
 
 class Compacted(NamedTuple):
@@ -78,8 +69,13 @@ class Memory(Protocol):
         """Whether reserving more for a block of ``nbytes`` would be too much."""
         ...
 
-    def blocks(self) -> Iterable[Occupied]:
-        """All blocks in use."""
+    @property
+    def blocks(self) -> Blocks:
+        """Those in use that may be movable."""
+        ...
+
+    def can_move(self, begin: int) -> bool:
+        """Whether the block that begins there can be moved now."""
         ...
 
     def plug(self, nbytes: int) -> int:
@@ -90,9 +86,9 @@ class Memory(Protocol):
         """Free it again."""
         ...
 
-    def move(self, owner: int) -> bool:
-        """Allocate the owner's block anew, in new pages if no hole fits, copy it and free the old
-        one; False if it did not come to lie where that was to be expected.
+    def move(self, begin: int) -> bool:
+        """Allocate the block anew, in new pages if no hole fits, copy it and free the old one;
+        False if it did not come to lie where that was to be expected.
         """
         ...
 
@@ -164,33 +160,38 @@ def tidy(memory: Memory, at_least_bytes: int = 0) -> int:
 def _tidy_once(memory: Memory, at_least_bytes: int) -> tuple[int, bool]:
     """(bytes copied, whether all came to lie where they were to)."""
     holes, moved_bytes = memory.holes, 0
-    movable = [block for block in memory.blocks() if block.owner is not None]
     # First where most becomes of little: large holes on both sides of a small block.
-    movable.sort(key=lambda b: -min(holes.ending_at(b.begin), _hole_behind(b, holes)) / b.nbytes)
-    for block in movable:
-        before_bytes, behind_bytes = holes.ending_at(block.begin), _hole_behind(block, holes)
-        range_bytes = before_bytes + block.nbytes + behind_bytes
+    for _, block in sorted(_between_holes(memory)):
+        nbytes = memory.blocks.beginning_at(block)
+        before_bytes, behind_bytes = holes.ending_at(block), holes.beginning_at(block + nbytes)
+        range_bytes = before_bytes + nbytes + behind_bytes
         if not before_bytes or not behind_bytes or range_bytes < at_least_bytes:
             continue
-        begin = block.begin - before_bytes
-        hole = holes.best_fit(block.nbytes)
-        if hole is None or _reaches_into(hole, block, Window(begin, begin + range_bytes, [])):
+        begin = block - before_bytes
+        hole = holes.best_fit(nbytes)
+        if hole is None or _reaches_into(hole, nbytes, Window(begin, begin + range_bytes, [])):
             continue
-        if block.nbytes > memory.spare_bytes or block.owner is None:
+        if nbytes > memory.spare_bytes or not memory.can_move(block):
             continue
-        moved_bytes += block.nbytes
-        if not memory.move(block.owner):
+        moved_bytes += nbytes
+        if not memory.move(block):
             return moved_bytes, False
     return moved_bytes, True
 
 
-def _hole_behind(block: Occupied, holes: Holes) -> int:
-    return holes.beginning_at(block.begin + block.nbytes)
+def _between_holes(memory: Memory) -> Iterator[tuple[float, int]]:
+    """Blocks with holes on both sides: (the more negative, the more is gained; begin)."""
+    for begin, before_bytes in memory.holes:
+        block = begin + before_bytes
+        nbytes = memory.blocks.beginning_at(block)
+        behind_bytes = memory.holes.beginning_at(block + nbytes) if nbytes else 0
+        if behind_bytes:
+            yield -min(before_bytes, behind_bytes) / nbytes, block
 
 
-def _reaches_into(hole: tuple[int, int], block: Occupied, window: Window) -> bool:
-    """Whether the block would come to lie in the window, in a hole that may begin before it."""
-    return hole[0] < window.end and hole[0] + block.nbytes > window.begin
+def _reaches_into(hole: tuple[int, int], nbytes: int, window: Window) -> bool:
+    """Whether a block would come to lie in the window, in a hole that may begin before it."""
+    return hole[0] < window.end and hole[0] + nbytes > window.begin
 
 
 def _all_fit(requests: Sequence[int], holes: Holes) -> bool:
@@ -207,75 +208,126 @@ def _all_fit(requests: Sequence[int], holes: Holes) -> bool:
 
 def _make_hole(nbytes: int, memory: Memory) -> tuple[int, bool]:
     """Move blocks until a hole of ``nbytes`` exists: (bytes copied, whether it does)."""
-    most_bytes = min(memory.holes.largest_bytes, memory.spare_bytes)
-    num_tried = 0
-    for window in _windows(nbytes, memory.holes, memory.blocks()):
-        # Most fail by their largest block, which is found at once.
-        if window.blocks and window.blocks[0].nbytes > most_bytes:
-            continue
-        num_tried += 1
+    for window in _candidates(nbytes, memory):
         if _fits_elsewhere(window, memory.holes):
             copied_bytes, is_empty = _evacuate(window, memory)
             if is_empty or copied_bytes:
                 # Half way, what the other windows were made of has moved too.
                 return copied_bytes, is_empty
-        if num_tried == _WINDOWS:
-            break
     return 0, False
+
+
+def _candidates(nbytes: int, memory: Memory) -> Iterator[Window]:
+    """Ranges that could be emptied, the cheapest first, looked for in few blocks first."""
+    can_move = _cached_can_move(memory)
+    tried_bytes = -1
+    for most_bytes in (nbytes // 8, nbytes // 2, nbytes):
+        blocks = _near_holes(nbytes, most_bytes, memory, can_move)
+        windows = _windows(nbytes, memory.holes, blocks)
+        fresh = (w for w in windows if tried_bytes < w.moved_bytes <= most_bytes)
+        yield from islice(fresh, _WINDOWS)
+        tried_bytes = most_bytes
+    # Where holes lie between blocks that stay, room is made somewhere else.
+    movable = {begin: size for begin, size in memory.blocks if can_move(begin, size)}
+    yield from islice(_windows(nbytes, memory.holes, movable), _WINDOWS)
+
+
+def _cached_can_move(memory: Memory) -> Callable[[int, int], bool]:
+    """Whether a block (begin, bytes) can move and a hole holds it, asked once for each."""
+    most_bytes = min(memory.holes.largest_bytes, memory.spare_bytes)
+    known: dict[int, bool] = {}
+
+    def can_move(begin: int, nbytes: int) -> bool:
+        if nbytes > most_bytes:
+            return False
+        if begin not in known:
+            known[begin] = memory.can_move(begin)
+        return known[begin]
+
+    return can_move
+
+
+def _near_holes(
+    nbytes: int, most_bytes: int, memory: Memory, can_move: Callable[[int, int], bool]
+) -> dict[int, int]:
+    """Sizes of movable blocks, by begin, that with holes beside them make a range of ``nbytes`` of
+    which at most ``most_bytes`` have to be copied.
+    """
+    holes, blocks = memory.holes, memory.blocks
+    found: dict[int, int] = {}
+    for begin, size in holes:
+        left, right = begin, begin + size
+        moved_bytes = 0
+        while begin + size - left < nbytes:
+            step = blocks.ending_at(left)
+            moved_bytes += step
+            if not step or moved_bytes > most_bytes or not can_move(left - step, step):
+                break
+            found[left - step] = step
+            left -= step
+            left -= holes.ending_at(left)
+        moved_bytes = 0
+        while right - begin < nbytes:
+            step = blocks.beginning_at(right)
+            moved_bytes += step
+            if not step or moved_bytes > most_bytes or not can_move(right, step):
+                break
+            found[right] = step
+            right += step
+            right += holes.beginning_at(right)
+    return found
 
 
 def _grow_well(nbytes: int, memory: Memory) -> int:
     """New pages must come. They take a block from between two holes, if that makes the room and
     takes no more pages than the request: two holes less in the way of others. The bytes copied.
     """
-    holes = memory.holes
-    best: tuple[int, Occupied] | None = None
-    for block in memory.blocks():
-        if block.owner is not None and block.nbytes <= min(nbytes, memory.spare_bytes):
-            free_bytes = holes.ending_at(block.begin) + _hole_behind(block, holes)
-            is_enough = free_bytes + block.nbytes >= nbytes
-            if is_enough and (best is None or free_bytes > best[0]):
-                best = free_bytes, block
-    if best is None or best[1].owner is None:
+    holes, blocks = memory.holes, memory.blocks
+    best = most_bytes = 0
+    for begin, hole_bytes in holes:
+        end = begin + hole_bytes
+        for block in (begin - blocks.ending_at(begin), end):
+            size = blocks.beginning_at(block)
+            free_bytes = holes.ending_at(block) + holes.beginning_at(block + size)
+            is_enough = free_bytes + size >= nbytes and 0 < size <= min(nbytes, memory.spare_bytes)
+            if is_enough and free_bytes > most_bytes and memory.can_move(block):
+                best, most_bytes = block, free_bytes
+    if not most_bytes:
         return 0
-    memory.move(best[1].owner)
-    return best[1].nbytes
+    size = blocks.beginning_at(best)
+    memory.move(best)
+    return size
 
 
-def _windows(nbytes: int, holes: Holes, blocks: Iterable[Occupied]) -> Iterator[Window]:
+def _windows(nbytes: int, holes: Holes, blocks: dict[int, int]) -> Iterator[Window]:
     """Shortest ranges of holes and movable blocks that hold ``nbytes``, cheapest to empty first."""
-    items = [*blocks, *(Occupied(begin, size, _HOLE) for begin, size in holes)]
-    items.sort(key=lambda item: item.begin)
+    items = sorted([*blocks.items(), *holes])
     windows: list[tuple[int, int, int]] = []
     first = total_bytes = moved_bytes = 0
     end = -1
-    for last, (begin, size, owner) in enumerate(items):
-        if owner is None or begin != end:
+    for last, (begin, size) in enumerate(items):
+        if begin != end:
             # A block that stays, or a gap in the address space, ends every window before it.
             first, total_bytes, moved_bytes = last, 0, 0
-        if owner is None:
-            first, end = last + 1, -1
-            continue
         end = begin + size
         total_bytes += size
-        moved_bytes += size if owner != _HOLE else 0
-        while total_bytes - items[first].nbytes >= nbytes:
-            total_bytes -= items[first].nbytes
-            moved_bytes -= items[first].nbytes if items[first].owner != _HOLE else 0
+        moved_bytes += blocks.get(begin, 0)
+        while total_bytes - items[first][1] >= nbytes:
+            total_bytes -= items[first][1]
+            moved_bytes -= blocks.get(items[first][0], 0)
             first += 1
         if total_bytes >= nbytes:
             windows.append((moved_bytes, first, last))
     windows.sort()
-    return (_window(items[first : last + 1], nbytes) for _, first, last in windows)
+    return (_window(items[first : last + 1], nbytes, blocks) for _, first, last in windows)
 
 
-def _window(items: list[Occupied], nbytes: int) -> Window:
-    blocks = [item for item in items if item.owner != _HOLE]
-    blocks.sort(key=lambda block: -block.nbytes)
-    end = items[-1].begin + items[-1].nbytes
+def _window(items: list[tuple[int, int]], nbytes: int, blocks: dict[int, int]) -> Window:
+    moving = [item for item in items if item[0] in blocks]
+    moving.sort(key=lambda block: -block[1])
+    begin, end = items[0][0], items[-1][0] + items[-1][1]
     # What is left of a hole at the beginning is a place for blocks; they come to lie at its start.
-    begin = end - nbytes if items[0].owner == _HOLE else items[0].begin
-    return Window(begin, end, blocks)
+    return Window(begin if begin in blocks else end - nbytes, end, moving)
 
 
 def _fits_elsewhere(window: Window, holes: Holes) -> bool:
@@ -284,11 +336,11 @@ def _fits_elsewhere(window: Window, holes: Holes) -> bool:
         for begin, size in holes
         if begin < window.begin or begin >= window.end
     )
-    for block in window.blocks:
-        index = bisect_left(sizes, block.nbytes)
+    for _, nbytes in window.blocks:
+        index = bisect_left(sizes, nbytes)
         if index == len(sizes):
             return False
-        rest_bytes = sizes.pop(index) - block.nbytes
+        rest_bytes = sizes.pop(index) - nbytes
         if rest_bytes:
             insort(sizes, rest_bytes)
     return True
@@ -299,17 +351,17 @@ def _evacuate(window: Window, memory: Memory) -> tuple[int, bool]:
     plugs: list[int] = []
     moved_bytes = 0
     try:
-        for block in window.blocks:
-            hole = memory.holes.best_fit(block.nbytes)
-            while hole is not None and _reaches_into(hole, block, window):
+        for begin, nbytes in window.blocks:
+            hole = memory.holes.best_fit(nbytes)
+            while hole is not None and _reaches_into(hole, nbytes, window):
                 if hole[1] > memory.spare_bytes:
                     return moved_bytes, False
                 plugs.append(memory.plug(hole[1]))
-                hole = memory.holes.best_fit(block.nbytes)
-            if hole is None or block.nbytes > memory.spare_bytes or block.owner is None:
+                hole = memory.holes.best_fit(nbytes)
+            if hole is None or nbytes > memory.spare_bytes:
                 return moved_bytes, False
-            is_there = memory.move(block.owner)
-            moved_bytes += block.nbytes
+            is_there = memory.move(begin)
+            moved_bytes += nbytes
             if not is_there:
                 return moved_bytes, False
         return moved_bytes, True

@@ -7,17 +7,16 @@ die at which kernel does not depend on how long anything takes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from teraio.contracts.plan import Plan
 from teraio.contracts.table import MISSING
+from teraio.simulator.blocks import Blocks
 from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES, MIB, Block, CachingAllocator
 from teraio.simulator.compaction import (
     RESERVED_SHARE,
-    Occupied,
     prepare,
     relocatable_rows,
     tidy,
@@ -86,6 +85,8 @@ class _Played:
         self._budget_bytes = budget_bytes
         self._limit_bytes = limit_bytes
         self._blocks: dict[int, Block] = {}
+        self._row_at: dict[int, int] = {}
+        self.blocks = Blocks()
         self._plugs: dict[int, Block] = {}
         self._in_transfer: Counter[int] = Counter()
         for row in self._events.on_gpu_at_start:
@@ -132,11 +133,18 @@ class _Played:
                 self.moved_bytes += prepare(requests, self).moved_bytes
 
     def _allocate(self, row: int) -> None:
-        self._blocks[row] = self.allocator.allocate(self._events.sizes[row])
+        block = self._blocks[row] = self.allocator.allocate(self._events.sizes[row])
+        if not block.is_small:
+            self._row_at[block.address] = row
+            self.blocks.add(block.address, block.nbytes)
 
     def _free(self, row: int) -> None:
         if row in self._blocks:
-            self.allocator.free(self._blocks.pop(row))
+            block = self._blocks.pop(row)
+            self.allocator.free(block)
+            if not block.is_small:
+                del self._row_at[block.address]
+                self.blocks.remove(block.address)
 
     @property
     def holes(self) -> Holes:
@@ -154,14 +162,10 @@ class _Played:
         new_bytes = -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
         return self.allocator.reserved_bytes + new_bytes > self._limit_bytes
 
-    def blocks(self) -> Iterator[Occupied]:
-        """Of the pool for large requests."""
-        for row, block in self._blocks.items():
-            if not block.is_small:
-                is_movable = self._may_move[row] and not self._in_transfer[row]
-                yield Occupied(block.address, block.nbytes, row if is_movable else None)
-        for begin, block in self._plugs.items():
-            yield Occupied(begin, block.nbytes, None)
+    def can_move(self, begin: int) -> bool:
+        """Nothing copies it to or from elsewhere."""
+        row = self._row_at[begin]
+        return self._may_move[row] and not self._in_transfer[row]
 
     def plug(self, nbytes: int) -> int:
         """A block of no storage."""
@@ -173,10 +177,12 @@ class _Played:
         """Free it."""
         self.allocator.free(self._plugs.pop(begin))
 
-    def move(self, owner: int) -> bool:
+    def move(self, begin: int) -> bool:
         """To the best fit, which is where the allocator puts it."""
-        old = self._blocks[owner]
-        self._allocate(owner)
+        row = self._row_at.pop(begin)
+        old = self._blocks[row]
+        self.blocks.remove(begin)
+        self._allocate(row)
         self.allocator.free(old)
         return True
 

@@ -126,10 +126,10 @@ class Restless(ToldMemory):
         if not self._is_known:
             self._look()
         self._may_move = may_move
-        movable = [block.owner for block in self.blocks() if block.owner is not None]
-        for owner in random.Random(len(self._lying_at)).sample(movable, min(2, len(movable))):
-            if owner in self._lying_at:
-                self.move(owner)
+        movable = [begin for begin, _ in self.blocks if self.can_move(begin)]
+        for begin in random.Random(len(self._lying_at)).sample(movable, min(2, len(movable))):
+            if begin in self._lying_at:
+                self.move(begin)
 
 
 class Resting(ToldMemory):
@@ -217,8 +217,9 @@ def test_less_is_reserved(
         monkeypatch.setattr(sys.modules[__name__], "KINDS", [kind])
         case().executed(plan, 2 * STEPS)
     together, apart = (memory.reserved_at_start for memory in memories)
+    # What has a transfer under way cannot move, and how much that is depends on the machine.
     assert together < apart
-    assert together < 1.1 * plan.metadata.gpu_memory_bytes
+    assert together < 1.16 * plan.metadata.gpu_memory_bytes
 
 
 def test_pointers_that_were_given_away_stay_good(
@@ -307,7 +308,7 @@ def test_training_on_a_gpu(machine: Any) -> None:
     trace = profile.trace
     del profile  # It keeps the model.
     budget_bytes = int(0.6 * trace.peak_allocated_bytes)
-    plan = teraio.plan(trace, Hardware.preset("h200"), gpu_memory=budget_bytes)
+    plan = teraio.plan(trace, Hardware.preset("h200"), gpu_memory=budget_bytes, host_memory="4GB")
     torch.cuda.empty_cache()
     with teraio.execute(plan, *trained.made()) as run:
         assert trained.run(run, 6) == losses

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from teraio.simulator.blocks import Blocks
 from teraio.simulator.caching_allocator import MIB, Block, CachingAllocator
-from teraio.simulator.compaction import Compacted, Occupied, prepare, relocatable_rows
+from teraio.simulator.compaction import Compacted, prepare, relocatable_rows
 from teraio.simulator.holes import Holes
 from teraio.simulator.reserved_memory import predict_reserved_memory
 
@@ -51,11 +52,18 @@ class Drawn:
     def would_exceed(self, nbytes: int) -> bool:
         return self.allocator.large.missing_bytes(nbytes) > 0
 
-    def blocks(self) -> Iterator[Occupied]:
-        for number, block in self.by_number.items():
-            yield Occupied(block.address, block.nbytes, None if number in self.stays else number)
-        for block in self.plugs.values():
-            yield Occupied(block.address, block.nbytes, None)
+    @property
+    def blocks(self) -> Blocks:
+        blocks = Blocks()
+        for block in self.by_number.values():
+            blocks.add(block.address, block.nbytes)
+        return blocks
+
+    def can_move(self, begin: int) -> bool:
+        return self.number_at(begin) not in self.stays
+
+    def number_at(self, begin: int) -> int:
+        return next(n for n, block in self.by_number.items() if block.address == begin)
 
     def plug(self, nbytes: int) -> int:
         block = self.allocator.allocate(nbytes)
@@ -66,7 +74,8 @@ class Drawn:
     def unplug(self, begin: int) -> None:
         self.allocator.free(self.plugs.pop(begin))
 
-    def move(self, owner: int) -> bool:
+    def move(self, begin: int) -> bool:
+        owner = self.number_at(begin)
         assert owner not in self.stays
         old = self.by_number[owner]
         self.by_number[owner] = self.allocator.allocate(old.nbytes)
@@ -112,6 +121,28 @@ def test_what_stays_is_in_the_way() -> None:
     memory.limit(spare=110)
     assert prepare([80 * MIB], memory) == Compacted(0, 1)
     assert memory.addresses() == [50, 110]
+
+
+def test_room_is_made_where_there_was_none() -> None:
+    """|30 free|2|30 free|2|20|20|36: what is beside both holes stays, so two others move."""
+    memory = Drawn()
+    memory.draw(30, 2, 30, 2, 20, 20, 36)
+    memory.erase(0, 2)
+    memory.stays = {1, 3, 6}
+    memory.limit(spare=60)
+    assert prepare([40 * MIB], memory) == Compacted(40 * MIB, 0)
+    assert memory.allocator.allocate(40 * MIB).address == 64 * MIB
+
+
+def test_blocks_by_both_ends() -> None:
+    """What lies before an address, and behind it."""
+    blocks = Blocks()
+    blocks.add(10, 5)
+    blocks.add(15, 2)
+    assert (blocks.beginning_at(10), blocks.beginning_at(12), blocks.beginning_at(15)) == (5, 0, 2)
+    assert (blocks.ending_at(15), blocks.ending_at(17), blocks.ending_at(10)) == (5, 2, 0)
+    blocks.remove(10)
+    assert (blocks.beginning_at(10), blocks.ending_at(15), list(blocks)) == (0, 0, [(15, 2)])
 
 
 def test_a_block_is_kept_from_the_hole_that_is_made() -> None:
@@ -177,7 +208,8 @@ def test_random_layouts(seed: int) -> None:
     assert all(memory.by_number[n] is before[n] for n in memory.stays)
     moved = [n for n, block in memory.by_number.items() if block is not before[n]]
     assert done.moved_bytes >= sum(before[n].nbytes for n in moved)
-    spans = sorted((b.begin, b.begin + b.nbytes) for b in memory.blocks())
+    spans = sorted((begin, begin + nbytes) for begin, nbytes in memory.blocks)
+    assert memory.plugs == {}
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     if not done.num_failed:
         for nbytes in requests:
