@@ -20,6 +20,16 @@ class Arrival(Protocol):
         ...
 
 
+NO_STREAMS: frozenset[torch.Stream] = frozenset()
+
+
+class Buried(NamedTuple):
+    """The attachment of the StorageState of a storage that was accounted for, and has died."""
+
+    row: int
+    is_dead: bool = True
+
+
 class Holding:
     """The attachment of a StorageState.
 
@@ -65,7 +75,7 @@ class Holding:
         self.arriving: Transfer | None = None
         self.arrived: Arrival | None = None
         self.in_flight = 0
-        self.shared_with: frozenset[torch.Stream] = frozenset()
+        self.shared_with = NO_STREAMS
         self.leaving: Transfer | None = None
         self.superseded: list[Transfer] | None = None
         self.last_use = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from teraio.executor.holding import Holding
+from teraio.executor.holding import NO_STREAMS, Holding
 from teraio.profiler.storages import original_resize
 
 
@@ -35,7 +35,7 @@ class StorageMemory:
             with torch._C._DisableTorchDispatch():
                 for stream in holding.shared_with:
                     bytes_of(storage).record_stream(stream)
-            holding.shared_with = frozenset()
+            holding.shared_with = NO_STREAMS
         original_resize(storage, 0)
 
     def note(self, holding: Holding) -> None:
