@@ -18,6 +18,7 @@ from teraio.errors import InputError, OffloadWarning
 from teraio.executor.compiled_regions import CompiledRegionGuard
 from teraio.executor.gpu_memory import memory_for
 from teraio.executor.homes import Homes
+from teraio.executor.host_room import host_bytes_to_take
 from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.leaving import ON_EXIT
 from teraio.executor.mode import ExecutorMode
@@ -102,6 +103,7 @@ class Execution(RunContents):
         self._models, self._optimizers = models, optimizers
         self.budget_bytes = _budget(gpu_memory, metadata.gpu_memory_bytes, "gpu_memory")
         self._host_bytes = _budget(host_memory, metadata.host_memory_bytes, "host_memory")
+        self._host_is_given = host_memory is not None
         check_backend(ssd_backend)
         self._ssd_path = ssd_path
         self._ssd_backend = ssd_backend
@@ -199,7 +201,9 @@ class Execution(RunContents):
             hardware,
             metadata.rank,
             planned_bytes,
-            host_memory_bytes=max(host_bytes, 0),
+            host_memory_bytes=host_bytes_to_take(
+                max(host_bytes, 0), planned_bytes.get(HOST, 0), is_given=self._host_is_given
+            ),
             ssd_path=self._ssd_path,
             device_type=self._device_type,
             ssd_backend=self._ssd_backend,

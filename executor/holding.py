@@ -101,6 +101,16 @@ class Holding:
         )
 
 
+def parted(state: StorageState) -> Holding:
+    """The holding of a storage that has died, which its state does not refer to any more.
+
+    Each would keep the other, thousands in an iteration, until Python looks for garbage.
+    """
+    holding: Holding = state.attachment
+    state.attachment = Buried(holding.row)
+    return holding
+
+
 class TransferRecord(NamedTuple):
     """A transfer for the timeline: its kernel, storage row, channel and cause."""
 

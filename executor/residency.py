@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 from teraio.errors import CapacityError, StoreError
 from teraio.executor.eviction_order import EvictionOrder, least_recently_used
-from teraio.executor.holding import Buried, Holding, Traffic, TransferRecord, Wait
+from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait, parted
 from teraio.executor.shortage import why_no_room
 from teraio.executor.storage_memory import StorageMemory, bytes_of
 from teraio.executor.stores import Store, Transfer
@@ -82,10 +82,7 @@ class Residency:
     def bury(self) -> None:
         """Stop to account for the storages that died."""
         while self._dead:
-            state = self._dead.popleft()
-            holding: Holding = state.attachment
-            # Each would keep the other, thousands in an iteration, until Python looks for garbage.
-            state.attachment = Buried(holding.row)
+            holding = parted(self._dead.popleft())
             self._holdings.discard(holding)
             self.memory.forget(holding)
             if holding.is_resident:

@@ -134,10 +134,11 @@ def _notes_on_disks(raw: Raw, ssds: Sequence[Ssd]) -> list[str]:
                 "are those."
             )
     for disk in raw.disks:
-        if disk.sustained is not None and disk.sustained.rate < 0.9 * disk.paths[0].fit.write_rate:
+        lasting, at_first = disk.lasting_write_rate, disk.paths[0].fit.write_rate
+        if lasting is not None and lasting < 0.9 * at_first:
             notes.append(
-                f"{disk.disk.name} writes {format_bytes(disk.paths[0].fit.write_rate)}/s at first "
-                f"and {format_bytes(disk.sustained.rate)}/s in the long run: write_rate is that."
+                f"{disk.disk.name} writes {format_bytes(at_first)}/s at first and "
+                f"{format_bytes(lasting)}/s in the long run: write_rate is that."
             )
         if disk.disk.is_in_memory:
             notes.append(f"{disk.disk.name} lies in memory (tmpfs): its rates are no drive's.")

@@ -27,7 +27,13 @@ Say = Callable[[str], None]
 _BUFFER_BYTES = 64 * MIB
 _SUSTAINED_BYTES = 16 * MIB
 _FREE_SHARE = 0.5
-"""Sustained writes go round in at most this share of the free space."""
+_WRITTEN_SHARE = 0.15
+"""Sustained writes go round in at most this share of the free space, and in about this share of
+what they write: most of it goes to blocks that have been written before, as in training.
+"""
+
+_MOST_LATENCY_SHARE = 0.5
+"""A latency that was fitted to small transfers takes no more of a large one's time."""
 
 _FALL = 0.1
 """Disks that lose more than this share beside each other are described by what they keep."""
@@ -63,12 +69,30 @@ class MeasuredDisk:
     sustained: SustainedWrites | None
     gds_error: str = ""
 
+    @property
+    def lasting_write_rate(self) -> float | None:
+        """Bytes per second of the sustained writes beyond the latency, as the fitted rates are."""
+        return None if self.sustained is None else self._beyond_latency(self.sustained.rate)
+
+    @property
+    def lasting_read_rate(self) -> float | None:
+        """The same of what was read back between them."""
+        rate = None if self.sustained is None else self.sustained.read_rate
+        return None if rate is None else self._beyond_latency(rate)
+
     def as_ssd(self) -> Ssd:
-        """What Hardware says of it. A sustained rate below that of short writes replaces it."""
+        """What Hardware says of it.
+
+        A sustained write rate below that of short writes replaces it. Reads between them went on
+        for longer and over more of the disk than any others: theirs is the read rate.
+        """
         fields = asdict(self.paths[0].fit)
-        if self.sustained is not None:
-            fields["write_rate"] = min(fields["write_rate"], float(f"{self.sustained.rate:.4g}"))
-            fields["duplex_write_rate"] = min(fields["duplex_write_rate"], fields["write_rate"])
+        if self.lasting_write_rate is not None:
+            fields["write_rate"] = min(fields["write_rate"], _rounded(self.lasting_write_rate))
+        if self.lasting_read_rate is not None:
+            fields["read_rate"] = _rounded(self.lasting_read_rate)
+        for kind in ("read_rate", "write_rate"):
+            fields[f"duplex_{kind}"] = min(fields[f"duplex_{kind}"], fields[kind])
         return Ssd(
             name=self.disk.name,
             capacity_bytes=self.disk.free_bytes * 9 // 10,
@@ -76,6 +100,17 @@ class MeasuredDisk:
             gds=self.paths[0].backend == "gds",
             **fields,
         )
+
+    def _beyond_latency(self, rate: float) -> float:
+        """The rate that with the fitted latency makes sustained transfers as fast as they were.
+
+        The latency is part of each transfer's time: left in the rate it would count twice.
+        """
+        assert self.sustained is not None
+        nbytes = self.sustained.transfer_bytes
+        seconds = nbytes / rate
+        latency = min(self.paths[0].fit.latency_seconds, _MOST_LATENCY_SHARE * seconds)
+        return nbytes / (seconds - latency)
 
 
 class DiskProbe:
@@ -139,19 +174,20 @@ class DiskProbe:
         where = ", ".join(str(folder) for folder in disk.folders)
         self._say(f"{disk.name} through {backend}: files in {where}")
         with self._opened(disk, backend, 2 * self._half_bytes) as store:
-            timings = self._bench(store).timings(self._effort, self._effort.sizes)
+            effort = replace(self._effort, round_seconds=self._effort.disk_round_seconds)
+            timings = self._bench(store).timings(effort, effort.sizes)
             name = store.file_uses[0].backend
         fit = fit_rates(timings)
         return MeasuredPath(disk.name, name, self._place.index, tuple(timings), fit)
 
     def _sustain(self, disk: Disk, path: MeasuredPath) -> SustainedWrites:
         seconds = self._effort.sustained_seconds
-        wanted_bytes = int(1.2 * seconds * path.fit.write_rate)
+        wanted_bytes = int(_WRITTEN_SHARE * seconds * path.fit.write_rate)
         file_bytes = min(wanted_bytes, int(_FREE_SHARE * disk.free_bytes))
         if disk.is_in_memory:
             file_bytes = min(file_bytes, self._half_bytes)
-        # Places are used in turn, so the file is written from end to end, again and again.
-        file_bytes = max(file_bytes // (2 * _SUSTAINED_BYTES), 1) * 2 * _SUSTAINED_BYTES
+        num_places = max(file_bytes // _SUSTAINED_BYTES, 2)
+        file_bytes = num_places * _SUSTAINED_BYTES
         with self._opened(disk, _family(path), file_bytes) as store:
             bench = TransferBench(
                 store,
@@ -162,7 +198,8 @@ class DiskProbe:
             )
             return sustain_writes(
                 disk.name,
-                lambda index: bench.issue(True, _SUSTAINED_BYTES, index),
+                lambda is_write, place: bench.issue(is_write, _SUSTAINED_BYTES, place),
+                num_places,
                 seconds,
                 self._say,
             )
@@ -200,12 +237,17 @@ def slower(ssd: Ssd, share: float) -> Ssd:
     """The same device at ``share`` of its rates, if that is much less than all of them."""
     if share >= 1 - _FALL:
         return ssd
-    rates = {name: float(f"{getattr(ssd, name) * share:.4g}") for name in _RATE_FIELDS}
+    rates = {name: _rounded(getattr(ssd, name) * share) for name in _RATE_FIELDS}
     slow: Ssd = replace(ssd, **rates)  # type: ignore[arg-type]
     return slow
 
 
 _RATE_FIELDS = [f"{kind}_rate" for kind in KINDS]
+
+
+def _rounded(rate: float) -> float:
+    """Four significant digits, as fitted rates have."""
+    return float(f"{rate:.4g}")
 
 
 def share_a_file_system(disks: Sequence[Disk]) -> bool:
