@@ -84,8 +84,10 @@ def profile(
     each optimizer step.
 
     A steady iteration is preceded by at least one other (the first creates optimizer state) and
-    followed by one like it; six optimizer steps give three timed iterations and one in which
-    scratch memory is measured. Results of training do not change, to the bit.
+    followed by one like it; five optimizer steps give three timed iterations and one in which
+    scratch memory is measured. Then three iterations run unwatched, whose length the times must
+    sum to; one GPU by itself goes on until its clocks have settled, for some 4 seconds or 13
+    iterations. Fewer do, less exactly. Results of training do not change, to the bit.
     """
     recorder = Recorder(
         device_type=_device_type(model, device),
@@ -146,7 +148,7 @@ def profile_script(
 def profile_model(
     name: str,
     *,
-    steps: int = 8,
+    steps: int = 18,
     sequence: int | None = None,
     micro_batch_size: int | None = None,
     device: str | torch.device = "cpu",
@@ -159,8 +161,8 @@ def profile_model(
 
     ``sequence`` and ``micro_batch_size`` default to the model's; ``options`` are fields of
     :class:`teraio.profiler.training.TrainingSetup`, or replace fields of the model's sizes. Raises
-    InputError for an unknown model or field, or too few steps (3 is the least, 8 tell all that
-    there is to know).
+    InputError for an unknown model or field, or too few steps (3 is the least; 8 tell all that
+    there is to know on a CPU, 18 on a GPU).
     """
     from teraio.profiler.training import build_training, reference_setup
 

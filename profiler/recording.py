@@ -190,7 +190,7 @@ class Recording:
         if count < 3:
             raise InputError(
                 f"profile: {count} optimizer step{'s' * (count != 1)} recorded, but the first "
-                "differs from all others (it creates optimizer state): run at least 3, better 6"
+                "differs from all others (it creates optimizer state): run at least 3, better 8"
             )
         difference = find_difference(self.segments, count - 2, count - 1, 1)
         what = str(difference) if difference else "not every optimizer has stepped twice"

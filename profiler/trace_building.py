@@ -113,7 +113,8 @@ def _median_times(recorder: Recorder) -> tuple[FloatArray, FloatArray]:
         durations.append(np.concatenate([duration for duration, _ in times]))
         gaps.append(np.concatenate([gap for _, gap in times]))
     medians = np.median(durations, axis=0), np.median(gaps, axis=0)
-    return meet_pace(*medians, recorder.pace.seconds)
+    pace = recorder.pace
+    return meet_pace(*medians, pace.seconds, may_lengthen=pace.tells_clocks)
 
 
 def _micro_batches(template: list[Segment]) -> list[int]:
