@@ -23,6 +23,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,9 @@ from torch import nn
 import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
+from teraio.executor.stores import FileUse
 from teraio.traces.trace import Trace
-from teraio.units import format_bytes, format_seconds, parse_bytes
+from teraio.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 SMOKE_MODEL = "tiny-llama"
 SMOKE_BOUNCE_BYTES = 2**18
@@ -105,6 +107,7 @@ def main() -> None:
     findings = Findings(options.output, {name: getattr(options, name) for name in SUBJECT})
     for name, value in _figures(options, trace, plan).items():
         findings.add(name, value)
+    say(f"predicted {format_seconds(findings['predicted_seconds'])} a step")
     if options.until == "run":
         findings.find("run", lambda: _train(options, setting, plan, findings))
         if options.reference:
@@ -333,8 +336,25 @@ def _train(
         marks[2] - marks[1],
     )
     figures["measured_seconds"] = run.report.measured_seconds
+    figures["ssd_files"] = [vars(use) for use in run.report.ssd_files]
+    _say_rates(run.report.ssd_files, plan.hardware)
     figures["made_on"] = made_on(options.device)
     return figures | {name: getattr(run.report, name) for name in REPORTED}
+
+
+def _say_rates(uses: Sequence[FileUse], hardware: Hardware) -> None:
+    """What the files did, beside what the hardware that was planned for says."""
+    planned = {ssd.name: ssd for ssd in hardware.ssd}
+    for use in uses:
+        ssd = planned[use.device]
+        pairs = {
+            "read": (use.read_rate, ssd.read_rate),
+            "written": (use.write_rate, ssd.write_rate),
+        }
+        for verb, (of_run, of_plan) in pairs.items():
+            if of_run is not None:
+                rates = f"{format_rate(of_run)}, planned with {format_rate(of_plan)}"
+                say(f"{use.device} in {use.path} {verb} at {rates}")
 
 
 def _train_plainly(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:

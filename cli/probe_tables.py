@@ -83,7 +83,7 @@ def _remarks(measured: Measurements) -> Iterator[str]:
         yield (
             f"{writes.device} written for {writes.end_seconds[-1]:.0f} s "
             f"({size(writes.total_bytes[-1])}): {size(rates[0])}/s at first, "
-            f"{size(writes.rate)}/s in the last third, {size(min(rates))}/s at worst"
+            f"{size(writes.rate)}/s in the long run, {size(min(rates))}/s at worst"
         )
     for gpu, node in enumerate(measured.hardware.host.numa_nodes):
         yield f"{measured.hardware.gpu[gpu].name} (GPU {gpu}) is on memory node {node}"

@@ -116,7 +116,7 @@ def test_gds_that_does_not_work_is_told(tmp_path: Path) -> None:
 def test_writes_are_as_fast_as_in_the_long_run(tmp_path: Path) -> None:
     """6 GB/s until the cache was full, 2 GB/s then: also beside reads not more."""
     raw = four_gpus(tmp_path)
-    writes = SustainedWrites("ssd0", (1.0, 20.0, 30.0), (6 * GB, 44 * GB, 64 * GB))
+    writes = SustainedWrites("ssd0", (1.0, 20.0, 30.0), (6 * GB, 44 * GB, 64 * GB), steady_from=2)
     measured = described(replace(raw, disks=[replace(raw.disks[0], sustained=writes)]))
     ssd = measured.hardware.ssd[0]
     assert (ssd.write_rate, ssd.duplex_write_rate, ssd.read_rate) == (2e9, 2e9, 7e9)
