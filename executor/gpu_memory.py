@@ -14,7 +14,7 @@ from teraio.executor.residency import Residency
 from teraio.executor.storage_memory import StorageMemory
 from teraio.simulator.blocks import Blocks
 from teraio.simulator.caching_allocator import LARGE_PAGE_BYTES, MIB
-from teraio.simulator.compaction import RESERVED_SHARE, prepare, tidy
+from teraio.simulator.compaction import RESERVED_SHARE, prepare, relocatable_rows, tidy
 from teraio.simulator.holes import Holes
 
 _TRIM_SHARE = 1.045
@@ -51,7 +51,9 @@ class CompactMemory(StorageMemory):
     kernels before the move find it at the old address and kernels after it at the new one.
     """
 
-    def __init__(self, residency: Residency, allocator: GpuAllocator) -> None:
+    def __init__(
+        self, residency: Residency, allocator: GpuAllocator, may_move: Sequence[bool] = ()
+    ) -> None:
         self._residency = residency
         self._allocator = allocator
         self._limit_bytes = RESERVED_SHARE * residency.capacity_bytes
@@ -60,7 +62,7 @@ class CompactMemory(StorageMemory):
         self._lying_at: dict[int, Holding] = {}
         self._others: dict[int, int] = {}
         self._plugs: dict[int, int] = {}
-        self._may_move: Sequence[bool] = ()
+        self._may_move = may_move
         self._reserved_bytes = 0
         self._is_known = False
         self._has_unsure = False
@@ -123,6 +125,8 @@ class CompactMemory(StorageMemory):
 
     def allocate(self, holding: Holding, storage: torch.UntypedStorage) -> None:
         """Memory for a storage that has none."""
+        # Most is fetched by the plan, which has seen to a hole; not what comes on demand.
+        self.prepare_unplanned((holding.allocated_bytes,))
         super().allocate(holding, storage)
         self.note(holding)
 
@@ -341,7 +345,7 @@ def memory_for(plan: Plan, residency: Residency, device_type: str) -> StorageMem
         return StorageMemory()
     if torch.cuda.memory.get_allocator_backend() != "native":
         return StorageMemory()
-    return CompactMemory(residency, GpuAllocator())
+    return CompactMemory(residency, GpuAllocator(), relocatable_rows(plan))
 
 
 def can_move(holding: Holding) -> bool:

@@ -82,7 +82,8 @@ class ExecutorMode(KernelMode):
         with self.lock:
             self.log.restart_clock(self.residency)
             self.take_places(must_start=False)
-            self._settle_books()
+            # Libraries take their workspaces with the first kernels: only the account has them yet.
+            self._settle_books(self.residency.used_bytes)
 
     # Moments of KernelMode
 
@@ -214,9 +215,9 @@ class ExecutorMode(KernelMode):
         self._binding.follow(self.schedule, self.placement, landing.row_of)
         self.residency.order.forget()
 
-    def _settle_books(self) -> None:
+    def _settle_books(self, at_least_bytes: int = 0) -> None:
         if self.registry.device_type == "cuda":
-            self.log.note_reserved(self.residency.settle_books())
+            self.log.note_reserved(self.residency.settle_books(at_least_bytes))
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         # Optimizer hooks are the process's: a step in another thread ends no iteration of this run.
@@ -324,8 +325,7 @@ class ExecutorMode(KernelMode):
         return self._binding.bind_names(self.names, self.registry, self._holding)
 
     def _holding(self, state: StorageState) -> Holding:
-        holding = state.attachment
-        return holding if holding is not None else self.residency.adopt(state)
+        return state.attachment or self.residency.adopt(state)
 
     def _storage_arguments(self, call: KernelCall) -> list[Holding]:
         """Of ``set_(storage)``, whose storage no tensor argument shows."""

@@ -82,7 +82,8 @@ class Placement:
         for row, device, offset_bytes in self._copies:
             holding = holding_of_row[row]
             if holding is not None and holding.is_resident:
-                self._copy(residency, holding, row, device, offset_bytes)
+                is_there = self._copy(residency, holding, row, device, offset_bytes)
+                self.is_unsettled |= not is_there
         # What the plan does not know (a data set, say) it expects to lie where it is used.
         for holding in residency.holdings():
             if holding.row < 0:

@@ -110,9 +110,8 @@ class Residency:
 
     def can_take(self, slot: Slot, holding: Holding) -> bool:
         """Whether no other storage would lose its only copy if the slot were written now."""
-        owners = self.tiers.owners[slot.store.name]
         end = slot.offset_bytes + max(slot.nbytes, 1)
-        others = owners.overlapping(slot.offset_bytes, end)
+        others = self.tiers.owners[slot.store.name].overlapping(slot.offset_bytes, end)
         return all(
             other is holding
             or (isinstance(other, Holding) and (other.is_resident or other.is_dead))
@@ -294,10 +293,11 @@ class Residency:
                     bytes_of(storage).fill_(0xFF)
             raise
 
-    def settle_books(self) -> int:
+    def settle_books(self, at_least_bytes: int = 0) -> int:
         """Correct the account by the GPU allocator's own, where no mode looks; bytes reserved."""
         self.bury()
-        self.used_bytes, reserved_bytes = self.memory.end_iteration()
+        in_use_bytes, reserved_bytes = self.memory.end_iteration()
+        self.used_bytes = max(in_use_bytes, at_least_bytes)
         return reserved_bytes
 
     def note_peak(self, workspace_bytes: int) -> None:
