@@ -8,7 +8,7 @@ that exists beside the storage's own successor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from teraio.errors import InputError
@@ -73,6 +73,7 @@ class CycleBuilder:
         self._cycle = Cycle(self._offsets[start + self._period])
         self._persistent: dict[int, Row] = {}
         self._cyclic: dict[int, list[Row]] = {}
+        self._born = {record.serial for segment in self.template for record in segment.births}
         self._by_birth: dict[tuple[int, int, int], StorageRecord] = {}
 
     def build(self) -> Cycle:
@@ -109,13 +110,15 @@ class CycleBuilder:
         return -1 if offset is None else offset + record.death_kernel
 
     def _add_cyclic(self) -> None:
+        for segment in self.template:
+            for record in segment.births:
+                place = segment.index - self._steady.start
+                self._by_birth[place, record.birth_kernel, record.birth_ordinal] = record
         last_access = self._last_accesses()
         kept: list[tuple[StorageRecord, Segment]] = []
         overhangs: list[Row] = []
         for segment in self.template:
             for record in segment.births:
-                place = segment.index - self._steady.start
-                self._by_birth[place, record.birth_kernel, record.birth_ordinal] = record
                 birth = self._offsets[segment.index] + record.birth_kernel
                 end = max(birth, last_access.get(record.serial, birth))
                 if record.is_alive:
@@ -134,12 +137,25 @@ class CycleBuilder:
         self._check_kept(kept)
 
     def _last_accesses(self) -> dict[int, int]:
+        """Position of the last access of each storage, by serial.
+
+        The recording may end sooner. What the template's kernels read of earlier iterations tells
+        that its own storages will be read as late.
+        """
         last: dict[int, int] = {}
         for index in range(self._steady.start, len(self._recording.segments)):
             accesses = self._recording.segment(index).accesses
             assert accesses is not None
             positions = (accesses.kernel + self._offsets[index]).tolist()
             last.update(zip(accesses.serial.tolist(), positions, strict=True))
+        for position, _, record, next_record in self._template_accesses():
+            if record.serial in self._born or record.serial in self._persistent:
+                continue
+            if next_record.birth_segment != record.birth_segment + self._period:
+                continue  # Not one of a row of storages of which each iteration makes another.
+            successor, iterations_ago = self._successor(record, next_record)
+            later = position + iterations_ago * self._cycle.num_kernels
+            last[successor.serial] = max(last.get(successor.serial, later), later)
         return last
 
     def _rows_of(self, record: StorageRecord, birth: int, length: int) -> list[Row]:
@@ -176,19 +192,27 @@ class CycleBuilder:
 
     # Accesses
 
-    def _assign_accesses(self) -> None:
+    def _template_accesses(self) -> Iterator[tuple[int, int, StorageRecord, StorageRecord]]:
+        """(position, flags, storage, what the same access of the next iteration meets)."""
         for segment in self.template:
             accesses = segment.accesses
             following = self._recording.segment(segment.index + self._period).accesses
             assert accesses is not None
             assert following is not None
-            offset = self._offsets[segment.index]
-            positions = (accesses.kernel + offset).tolist()
-            flags = accesses.flags.tolist()
-            for number, record in enumerate(accesses.records):
-                position = positions[number]
-                row = self._row_at(record, following.records[number], position)
-                self._cycle.access_rows.append((position, row, flags[number]))
+            positions = (accesses.kernel + self._offsets[segment.index]).tolist()
+            records = (accesses.records, following.records)
+            yield from zip(positions, accesses.flags.tolist(), *records, strict=True)
+
+    def _assign_accesses(self) -> None:
+        met: dict[tuple[int, int], tuple[Row, int]] = {}
+        for position, flags, record, next_record in self._template_accesses():
+            row = self._row_at(record, next_record, position)
+            # A row that stands for two storages may meet a kernel that uses both.
+            _, before = met.get((position, id(row)), (row, 0))
+            met[position, id(row)] = row, before | flags
+        self._cycle.access_rows = [
+            (position, row, flags) for (position, _), (row, flags) in met.items()
+        ]
 
     def _row_at(self, record: StorageRecord, next_record: StorageRecord, position: int) -> Row:
         """The row of the storage that a template's kernel accesses.
@@ -198,7 +222,7 @@ class CycleBuilder:
         if record.serial == next_record.serial and record.serial in self._persistent:
             return self._persistent[record.serial]
         iterations_ago, successor = 0, record
-        if record.serial not in self._cyclic:
+        if record.serial not in self._born:
             successor, iterations_ago = self._successor(record, next_record)
         rows = self._cyclic.get(successor.serial)
         row = self._persistent.get(record.serial)
@@ -213,17 +237,17 @@ class CycleBuilder:
             return row
         birth = rows[0].birth or 0
         age = position + iterations_ago * self._cycle.num_kernels - birth
-        cycle = min(age // self._cycle.num_kernels, len(rows) - 1)
+        cycle = age // self._cycle.num_kernels
         if cycle > 0:
             for row in rows:
                 row.is_pinned = True
-        return rows[cycle]
+        return rows[cycle if cycle < len(rows) else 0]
 
     def _successor(
         self, record: StorageRecord, next_record: StorageRecord
     ) -> tuple[StorageRecord, int]:
         """What the template creates in the place of an older storage, and the age between them."""
-        if next_record.serial in self._cyclic:
+        if next_record.serial in self._born:
             return next_record, 1
         distance = record.birth_segment - self._steady.start
         iterations_ago, place = -(distance // self._period), distance % self._period

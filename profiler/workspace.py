@@ -17,7 +17,9 @@ import torch
 from teraio.contracts.table import IntArray
 from teraio.errors import OffloadWarning
 
-_MARK = "teraio##"
+MARK_BYTES = 104_729
+"""Size of a storage made and freed at once where a kernel begins and ends: a prime, so that only a
+tensor of as many single bytes could be taken for it."""
 
 
 def is_profiler_active() -> bool:
@@ -25,59 +27,99 @@ def is_profiler_active() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
+# Note [No function is watched]: torch's profiler gives each function that begins while it runs a
+# place to write the function's end to, and frees these places when it stops. A function that ends
+# later writes there all the same if another profiler runs by then, over what the memory holds now.
+# The meter is stopped and started anew inside ``Optimizer.step``, which torch announces as such a
+# function, as are compiled regions and what users label: a process would crash at random. So the
+# profiler watches functions of a kind that nobody calls, and marks are allocations.
+
+
 class CpuWorkspaceMeter:
-    """Reads the allocator's events of torch's profiler, delimited by a mark around each kernel."""
+    """Reads the allocator's events of torch's profiler, delimited by marks around each kernel.
+
+    See Note [No function is watched].
+    """
 
     def __init__(self) -> None:
-        self._profiler = torch.autograd.profiler.profile(profile_memory=True)
         self._output_bytes: list[int] = []
-        self._profiler.__enter__()
+        self._kernel_of_mark: list[int] = []
+        _start_profiler()
 
     @contextlib.contextmanager
     def around_kernel(self) -> Iterator[None]:
         """Wrap the operator call of the next kernel."""
-        with torch._C._profiler._RecordFunctionFast(f"{_MARK}{len(self._output_bytes)}"):
+        self._kernel_of_mark.append(len(self._output_bytes))
+        _mark()
+        try:
             yield
+        finally:
+            _mark()
 
     def kernel_ended(self, output_bytes: int) -> None:
         """The kernel has left this many bytes of new storages behind."""
         self._output_bytes.append(output_bytes)
 
     def stop(self) -> IntArray:
-        """End the measurement; workspace of each kernel in bytes, int64 (kernels,)."""
-        self._profiler.__exit__(None, None, None)
+        """End the measurement; workspace of each kernel in bytes, int64 (kernels,).
+
+        All 0, of which the user is warned, if something else looked like a mark.
+        """
+        changes = _stop_profiler()
         result = np.zeros(len(self._output_bytes), dtype=np.int64)
-        profiled: Any = self._profiler.kineto_results
-        for kernel, peak_bytes in _peaks(profiled.events()).items():
-            result[kernel] = max(0, peak_bytes - self._output_bytes[kernel])
+        num_marks = 2 * len(self._kernel_of_mark)
+        if any(changes.count(mark) != num_marks for mark in (MARK_BYTES, -MARK_BYTES)):
+            warn_of_unknown_workspace(f"the loop has storages of {MARK_BYTES} bytes, as marks have")
+            return result
+        peaks = _peaks_between_marks(changes)
+        # An operator that failed is no kernel; the next one to succeed has its number.
+        for kernel, peak_bytes in zip(self._kernel_of_mark, peaks, strict=True):
+            if kernel < len(result):
+                result[kernel] = max(0, peak_bytes - self._output_bytes[kernel])
         return result
 
     def abort(self) -> None:
         """Stop without a result."""
-        self._profiler.__exit__(None, None, None)
+        _stop_profiler()
 
 
-def _peaks(events: Any) -> dict[int, int]:
-    """Most bytes allocated at once inside each marked kernel, above those at its start."""
-    marks, changes = [], []
-    for event in events:
-        name = event.name()
-        if name == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif name.startswith(_MARK):
-            marks.append((event.start_ns(), event.end_ns(), int(name.removeprefix(_MARK))))
-    marks.sort()
-    changes.sort(key=lambda change: change[0])
-    peaks, position = {}, 0
-    for start, end, kernel in marks:
-        while position < len(changes) and changes[position][0] < start:
-            position += 1
-        held = peak = 0
-        while position < len(changes) and changes[position][0] <= end:
-            held += changes[position][1]
+def _start_profiler() -> None:
+    template = torch.autograd.profiler.profile(profile_memory=True)
+    config, activities = template.config(create_trace_id=True), template.kineto_activities
+    torch._C._autograd._prepare_profiler(config, activities)
+    # torch's own type stub lacks the scopes.
+    enable: Any = torch._C._autograd._enable_profiler
+    enable(config, activities, {torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL})
+
+
+def _stop_profiler() -> list[int]:
+    """Bytes of each allocation, negative for a free, in the order in which they happened."""
+    profiled: Any = torch._C._autograd._disable_profiler()
+    events = [event for event in profiled.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def _mark() -> None:
+    torch.UntypedStorage(MARK_BYTES, device="cpu")
+
+
+def _peaks_between_marks(changes: list[int]) -> list[int]:
+    """Most bytes allocated at once between each mark that begins a kernel and that which ends it.
+
+    Above those at its start.
+    """
+    peaks: list[int] = []
+    held = peak = 0
+    is_inside = False
+    for change in changes:
+        if change == -MARK_BYTES:
+            if is_inside:
+                peaks.append(peak)
+            is_inside = not is_inside
+            held = peak = 0
+        elif change != MARK_BYTES and is_inside:
+            held += change
             peak = max(peak, held)
-            position += 1
-        peaks[kernel] = peak
     return peaks
 
 
@@ -136,7 +178,8 @@ def start_workspace_meter(device_type: str) -> WorkspaceMeter | None:
         return None
     try:
         return CpuWorkspaceMeter()
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError, TypeError) as error:
+        # It is in use elsewhere, or this version of torch has it otherwise.
         warn_of_unknown_workspace(str(error))
         return None
 

@@ -141,28 +141,6 @@ def test_output_used_in_the_next_iteration_wraps() -> None:
     assert tanh < trace.storages.birth[row]
 
 
-def test_history_of_several_iterations_is_as_many_rows_and_must_not_move() -> None:
-    class History(Loop):
-        def iterate(self) -> None:
-            output = self.model(torch.randn(BATCH, WIDTH))
-            if self.kept is not None and len(self.kept) == 3:
-                output = output + self.kept[0]
-            self.kept = [*(self.kept or [])[-2:], output.detach()]
-            output.mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    trace = record(History(), 14)
-    (add,) = np.flatnonzero(trace.kernels.op == "aten.add.Tensor")
-    rows = [row for row in range(len(trace.storages)) if trace.storages.birth[row] == add]
-    assert len(rows) == 4
-    lived = (trace.storages.death[rows] - add) % trace.num_kernels + 1
-    assert sorted(lived.tolist())[1:] == [trace.num_kernels] * 3
-    assert not trace.storages.resizable[rows].any()
-    used = [row for row in rows if accesses_of(trace, row)]
-    assert len(used) == 2
-
-
 def test_losses_in_a_list_count_once() -> None:
     """Four bytes an iteration kept for ever are no leak worth refusing."""
 
