@@ -26,6 +26,7 @@ from teraio.executor.residency import Residency
 from teraio.profiler.storages import original_resize
 from teraio.simulator import caching_allocator
 from teraio.simulator.caching_allocator import Block, CachingAllocator
+from teraio.simulator.reserved_memory import predict_reserved_memory
 
 PAGE = 4096
 STEPS = 3
@@ -301,7 +302,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.gpu
 @needs_gpu
 def test_training_on_a_gpu(machine: Any) -> None:
-    """The same losses, and little more reserved than the budget."""
+    """The same losses, and as much reserved as predicted: blocks of a tenth of the budget each, as
+    here, find fewer holes than those of a large model.
+    """
     trained = GpuTraining()
     with teraio.profile(*trained.made()) as profile:
         losses = trained.run(profile, 6)
@@ -313,7 +316,9 @@ def test_training_on_a_gpu(machine: Any) -> None:
     with teraio.execute(plan, *trained.made()) as run:
         assert trained.run(run, 6) == losses
     assert run.report.demand_fetches == 0
-    assert run.report.reserved_bytes <= 1.05 * budget_bytes
+    apart = predict_reserved_memory(plan, keeps_together=False).reserved_bytes
+    together = predict_reserved_memory(plan).reserved_bytes
+    assert run.report.reserved_bytes <= 1.05 * together < apart
 
 
 class GpuTraining:
