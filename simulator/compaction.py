@@ -14,7 +14,7 @@ Shared by the executor, which does it, and by the simulator, which predicts what
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -208,7 +208,7 @@ def _all_fit(requests: Sequence[int], holes: Holes) -> bool:
 
 def _make_hole(nbytes: int, memory: Memory) -> tuple[int, bool]:
     """Move blocks until a hole of ``nbytes`` exists: (bytes copied, whether it does)."""
-    for window in _candidates(nbytes, memory):
+    for window in islice(_candidates(nbytes, memory), _WINDOWS):
         if _fits_elsewhere(window, memory.holes):
             copied_bytes, is_empty = _evacuate(window, memory)
             if is_empty or copied_bytes:
@@ -218,64 +218,22 @@ def _make_hole(nbytes: int, memory: Memory) -> tuple[int, bool]:
 
 
 def _candidates(nbytes: int, memory: Memory) -> Iterator[Window]:
-    """Ranges that could be emptied, the cheapest first, looked for in few blocks first."""
-    can_move = _cached_can_move(memory)
-    tried_bytes = -1
-    for most_bytes in (nbytes // 8, nbytes // 2, nbytes):
-        blocks = _near_holes(nbytes, most_bytes, memory, can_move)
-        windows = _windows(nbytes, memory.holes, blocks)
-        fresh = (w for w in windows if tried_bytes < w.moved_bytes <= most_bytes)
-        yield from islice(fresh, _WINDOWS)
-        tried_bytes = most_bytes
-    # Where holes lie between blocks that stay, room is made somewhere else.
-    movable = {begin: size for begin, size in memory.blocks if can_move(begin, size)}
-    yield from islice(_windows(nbytes, memory.holes, movable), _WINDOWS)
-
-
-def _cached_can_move(memory: Memory) -> Callable[[int, int], bool]:
-    """Whether a block (begin, bytes) can move and a hole holds it, asked once for each."""
+    """Shortest ranges of holes and movable blocks that hold ``nbytes``, cheapest to empty first."""
     most_bytes = min(memory.holes.largest_bytes, memory.spare_bytes)
+    blocks = {begin: size for begin, size in memory.blocks if size <= most_bytes}
+    items = sorted([*blocks.items(), *memory.holes])
     known: dict[int, bool] = {}
 
-    def can_move(begin: int, nbytes: int) -> bool:
-        if nbytes > most_bytes:
-            return False
+    def can_move(begin: int) -> bool:
         if begin not in known:
-            known[begin] = memory.can_move(begin)
+            known[begin] = begin not in blocks or memory.can_move(begin)
         return known[begin]
 
-    return can_move
-
-
-def _near_holes(
-    nbytes: int, most_bytes: int, memory: Memory, can_move: Callable[[int, int], bool]
-) -> dict[int, int]:
-    """Sizes of movable blocks, by begin, that with holes beside them make a range of ``nbytes`` of
-    which at most ``most_bytes`` have to be copied.
-    """
-    holes, blocks = memory.holes, memory.blocks
-    found: dict[int, int] = {}
-    for begin, size in holes:
-        left, right = begin, begin + size
-        moved_bytes = 0
-        while begin + size - left < nbytes:
-            step = blocks.ending_at(left)
-            moved_bytes += step
-            if not step or moved_bytes > most_bytes or not can_move(left - step, step):
-                break
-            found[left - step] = step
-            left -= step
-            left -= holes.ending_at(left)
-        moved_bytes = 0
-        while right - begin < nbytes:
-            step = blocks.beginning_at(right)
-            moved_bytes += step
-            if not step or moved_bytes > most_bytes or not can_move(right, step):
-                break
-            found[right] = step
-            right += step
-            right += holes.beginning_at(right)
-    return found
+    for _, first, last in _cheapest(nbytes, items, blocks):
+        found = items[first : last + 1]
+        # Asked only now, and once for each: of most blocks nobody needs to know.
+        if all(can_move(begin) for begin, _ in found):
+            yield _window(found, nbytes, blocks)
 
 
 def _grow_well(nbytes: int, memory: Memory) -> int:
@@ -299,9 +257,10 @@ def _grow_well(nbytes: int, memory: Memory) -> int:
     return size
 
 
-def _windows(nbytes: int, holes: Holes, blocks: dict[int, int]) -> Iterator[Window]:
-    """Shortest ranges of holes and movable blocks that hold ``nbytes``, cheapest to empty first."""
-    items = sorted([*blocks.items(), *holes])
+def _cheapest(
+    nbytes: int, items: list[tuple[int, int]], blocks: dict[int, int]
+) -> list[tuple[int, int, int]]:
+    """(bytes to copy, first and last of ``items``) of the shortest ranges of ``nbytes``."""
     windows: list[tuple[int, int, int]] = []
     first = total_bytes = moved_bytes = 0
     end = -1
@@ -311,15 +270,17 @@ def _windows(nbytes: int, holes: Holes, blocks: dict[int, int]) -> Iterator[Wind
             first, total_bytes, moved_bytes = last, 0, 0
         end = begin + size
         total_bytes += size
-        moved_bytes += blocks.get(begin, 0)
+        if begin in blocks:
+            moved_bytes += size
         while total_bytes - items[first][1] >= nbytes:
             total_bytes -= items[first][1]
-            moved_bytes -= blocks.get(items[first][0], 0)
+            if items[first][0] in blocks:
+                moved_bytes -= items[first][1]
             first += 1
         if total_bytes >= nbytes:
             windows.append((moved_bytes, first, last))
     windows.sort()
-    return (_window(items[first : last + 1], nbytes, blocks) for _, first, last in windows)
+    return windows
 
 
 def _window(items: list[tuple[int, int]], nbytes: int, blocks: dict[int, int]) -> Window:
