@@ -28,6 +28,10 @@ SLOT_SHARE = 1 / 2000
 SLOT_SECONDS = 4e-3
 """Slots of large traces last at most this, or SLOT_SHARE of the iteration if that is longer."""
 
+SLOT_BYTES_SHARE = 1 / 30
+"""Of the GPU's memory: what the optimizer's kernels of one slot of a large trace may touch. In a
+few slots of ideal time, all parameters with all their state would come and go for nothing."""
+
 _COARSE_SLOTS_OF_TURN = 8
 _COARSE_SLOTS = 200
 """Under a time limit, a cut of about so many slots comes first: proved in a second or two."""
@@ -131,7 +135,13 @@ def _cut(
     slowdown = hardware.slowdown
     slows_down = max(slowdown.read, slowdown.write, slowdown.both) > 1
     turns = find_turns(trace.kernels)
-    slots = cut_into_slots(trace, longest, runs_may_stretch=slows_down, turns=turns)
+    slots = cut_into_slots(
+        trace,
+        longest,
+        runs_may_stretch=slows_down,
+        turns=turns,
+        max_bytes=SLOT_BYTES_SHARE * hardware.gpu_of_rank(trace.metadata.rank).memory_bytes,
+    )
     return slots, None if turns is None else turns_of_slots(slots, turns)
 
 

@@ -41,7 +41,7 @@ Units: ``byte_unit`` bytes and ``second_unit`` seconds per unit of a variable; n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,7 +119,7 @@ def formulate(
     needed_bytes: IntArray,
     peak_live_bytes: int,
     *,
-    writer_class: type[ProgramWriter] | None = None,
+    writer_class: Callable[..., ProgramWriter] | None = None,
     ssd_write_budget: Mapping[str, float] | None = None,
 ) -> FluidProgram:
     """The fluid program of a trace cut into ``slots``; ``needed_bytes`` int64 (K,).

@@ -46,11 +46,19 @@ class Slots:
 
 
 def cut_into_slots(
-    trace: Trace, max_seconds: float | None, *, runs_may_stretch: bool, turns: Turns | None = None
+    trace: Trace,
+    max_seconds: float | None,
+    *,
+    runs_may_stretch: bool,
+    turns: Turns | None = None,
+    max_bytes: float | None = None,
 ) -> Slots:
     """Two slots per kernel (``max_seconds`` None), or slots that end where micro-batch, phase or
-    layer change and where ``max_seconds`` of ideal time are full.
+    layer change, where ``max_seconds`` of ideal time are full, and before the kernels of the
+    optimizer in one slot touch more than ``max_bytes``.
 
+    Parameters and their state are many storages that each one kernel needs at once, briefly if they
+    are on the GPU: what leaves it and comes back within one slot costs nothing in the program.
     ``runs_may_stretch``: kernels may take longer than the trace says (slowdown under transfers).
     ``turns`` are all cut alike, by the mean times of their kernels.
     """
@@ -63,6 +71,8 @@ def cut_into_slots(
         begins[:] = True
     else:
         begins[0::2] = _group_begins(trace, seconds[0::2] + seconds[1::2], max_seconds, turns)
+        if max_bytes is not None:
+            _cut_large(begins[0::2], trace, max_bytes, turns)
     of_piece = np.cumsum(begins) - 1
     num_slots = int(of_piece[-1]) + 1
     has_gap = np.zeros(num_slots, dtype=bool)
@@ -163,6 +173,23 @@ def _cut_long(begins: BoolArray, seconds: FloatArray, max_seconds: float) -> Non
             start = int(ends[first - 1]) if first else 0
             fits = int(np.searchsorted(ends, start + most, side="right"))
             first = min(max(fits, first + 1), group_end)
+
+
+def _cut_large(begins: BoolArray, trace: Trace, max_bytes: float, turns: Turns | None) -> None:
+    """Let a further slot begin wherever the next kernel of the optimizer would touch too much; not
+    within turns.
+    """
+    touched = np.zeros(trace.num_kernels)
+    accesses = trace.accesses
+    np.add.at(touched, accesses.kernel, trace.storages.allocated_bytes[accesses.storage])
+    is_step = trace.kernels.phase == "optimizer"
+    if turns is not None:
+        is_step[turns.first_kernel : turns.end_kernel] = False
+    filled = 0.0
+    for k in np.flatnonzero(is_step).tolist():
+        if begins[k] or filled + touched[k] > max_bytes:
+            begins[k], filled = True, 0.0
+        filled += touched[k]
 
 
 def _layer_of(module: str) -> str:

@@ -9,7 +9,9 @@ leaves it, so that it can be repeated.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,10 +23,11 @@ from teraio.planner.fluid.formulation import FluidProgram, ProgramWriter, formul
 from teraio.planner.fluid.linear_program import LinearProgram
 from teraio.planner.fluid.slots import Slots
 from teraio.planner.fluid.solve import solve
-from teraio.planner.optimal.guide_writer import GuideWriter, LackingWriter
+from teraio.planner.optimal.guide_writer import SHARE_OF_TIERS, GuideWriter, LackingWriter
 from teraio.planner.optimal.periods import Problem
 from teraio.planner.optimal.repetition import Repeated, find_repeated
 from teraio.planner.optimal.wear import limit_guide
+from teraio.planner.optimal.whole_storages import settle_large
 from teraio.traces.folding import Folding
 from teraio.units import PICOSECONDS_PER_SECOND
 
@@ -35,6 +38,8 @@ _TRAFFIC_PRICE = 1e-6
 _HOST_PRICE = 1.1e-6
 """Cost per byte unit moved, on the scale of seconds: just enough to choose among equals."""
 
+_MAX_SETTLINGS = 2
+"""How often large storages are settled: what becomes of the others may divide further ones."""
 
 _LATENCY_SHARE = 0.1
 _ISSUE_SECONDS = 1e-4
@@ -70,12 +75,16 @@ def solve_guide(
     unhurried: bool = True,
     by_size: bool = False,
     round_trips: float = 1.0,
+    whole: bool = False,
+    fill_tiers: bool = False,
     time_limit: float | None = None,
 ) -> Guide | None:
     """Solve the guide; None if no solution was found, or if there is nothing to decide.
 
     ``spare_bytes`` of the GPU are not to be used; ``unhurried``: among equals, long gaps first.
     ``by_size``: among equals, large storages. Gaps shorter than ``round_trips`` are left out.
+    ``whole``: large storages move as a whole or not at all (not for a folded trace).
+    ``fill_tiers`` leaves nothing of them for holes.
     Where slots are too coarse, or tiers too small, for all bytes to be away that should be, some
     are not: repair sees to them.
     """
@@ -85,8 +94,10 @@ def solve_guide(
         return None
     repeated = None if folding is None else find_repeated(problem, slots, gaps, folding)
     deadline = None if time_limit is None else time.monotonic() + time_limit
+    share = 1.0 if fill_tiers else SHARE_OF_TIERS
     for writer_class in (GuideWriter, LackingWriter):
-        fluid = _formulate(problem, slots, gaps, spare_bytes, writer_class)
+        writer = functools.partial(writer_class, share_of_tiers=share)
+        fluid = _formulate(problem, slots, gaps, spare_bytes, writer)
         fluid = _priced(fluid, _haste(slots, gaps) if unhurried else np.zeros(len(gaps)))
         if by_size:
             fluid = _with_latency(fluid, problem, gaps)
@@ -96,10 +107,28 @@ def solve_guide(
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         solution = solve(fluid.program, left)
         if solution.values is not None:
-            return _read(problem, slots, gaps, fluid, solution.values, repeated)
+            guide = _read(problem, slots, gaps, fluid, solution.values, repeated)
+            return _settled(guide, fluid, problem, slots, deadline) if whole else guide
         if solution.status != "infeasible":
             break
     return None
+
+
+def _settled(
+    guide: Guide, fluid: FluidProgram, problem: Problem, slots: Slots, deadline: float | None
+) -> Guide:
+    """The guide with large storages settled, as far as that succeeds in time."""
+    for _ in range(_MAX_SETTLINGS):
+        settled = settle_large(fluid, problem, guide.gaps, guide.wanted_bytes)
+        left = None if deadline is None else deadline - time.monotonic()
+        if settled is None or (left is not None and left <= 0):
+            break
+        solution = solve(settled.program, left)
+        if solution.values is None:
+            break
+        fluid = settled
+        guide = _read(problem, slots, guide.gaps, fluid, solution.values, None)
+    return guide
 
 
 def _formulate(
@@ -107,7 +136,7 @@ def _formulate(
     slots: Slots,
     gaps: GapClasses,
     spare_bytes: int,
-    writer_class: type[ProgramWriter],
+    writer_class: Callable[..., ProgramWriter],
 ) -> FluidProgram:
     trace = problem.trace
     return formulate(

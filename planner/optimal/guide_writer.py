@@ -6,21 +6,28 @@ guide only has to lead to a good one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from teraio.contracts.table import IntArray
 from teraio.planner.fluid.channels import Tier
 from teraio.planner.fluid.formulation import ProgramWriter, TierColumns
 
-_SHARE_OF_TIERS = 0.97
-"""What packing slots leaves of a tier without holes, and repair without its additions."""
+SHARE_OF_TIERS = 0.97
+"""What packing slots leaves of a tier without holes, and repair without its additions, where the
+choice is not made to fit the tiers afterwards (:mod:`tier_fitting`)."""
 
 _LACK_PRICE = 100.0
 """Cost of a byte that should be away in a slot and is not, in reads of it by the fastest device."""
 
 
 class GuideWriter(ProgramWriter):
-    """(7) for whole tensors, and (9) for slots as plans take them."""
+    """(7) for whole tensors, and (9) for slots as plans take them, in a share of each tier."""
+
+    def __init__(self, *arguments: Any, share_of_tiers: float = SHARE_OF_TIERS) -> None:
+        super().__init__(*arguments)
+        self.share_of_tiers = share_of_tiers
 
     def require_memory(self, columns: list[TierColumns], needed_bytes: IntArray) -> IntArray:
         """(7) Out from the start to the end of a slot: the most that any of its kernels needs."""
@@ -58,7 +65,7 @@ class GuideWriter(ProgramWriter):
         builder.add(anchor, c.kept[:1], 1.0)
         crossings = (end // count - gaps.release // count).astype(float)
         builder.add(np.repeat(anchor, len(c.delta)), c.delta, -crossings)
-        room = _SHARE_OF_TIERS * tier.capacity_bytes / self.byte_unit
+        room = self.share_of_tiers * tier.capacity_bytes / self.byte_unit
         rows = builder.constraints(count, -np.inf, room)
         builder.add(rows, c.kept, 1.0)
         for copy in c.copy[gaps.previous[self.serves] >= self.serves]:

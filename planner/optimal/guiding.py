@@ -110,6 +110,8 @@ class Guiding:
             unhurried=unhurried,
             by_size=by_size,
             round_trips=_ROUND_TRIPS_OF_SMALL if is_small else 1.0,
+            whole=is_small and self.folding is None,
+            fill_tiers=is_small,
             time_limit=time_limit,
         )
         if guide is None:

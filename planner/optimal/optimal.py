@@ -3,12 +3,15 @@
 1. The first plan: what is idle longest leaves (:mod:`repairing`), timed exactly (:mod:`timing`).
 2. The guide (:mod:`guide`): a fluid program of the whole iteration, or of a folded one in which one
    turn stands for all that are alike. It decides which bytes go where, and where it is worth to
-   wait. With all tiers, and with the host alone if that may do.
-3. Rounding to whole storages (:mod:`rounding`), repair where rounding left too much, exact times on
-   the guide's timeline, then on the simulated one (:mod:`search`). Of a folded trace, the choice of
-   the repeated turn is made for every turn, and times and verdict are of the whole trace.
+   wait; on small traces about large storages first (:mod:`whole_storages`). With all tiers, and
+   with the host alone if that may do.
+3. Rounding to whole storages (:mod:`rounding`), repair where rounding left too much on the GPU, on
+   small traces also on a tier (:mod:`tier_fitting`), exact times on the guide's timeline, then on
+   the simulated one (:mod:`search`). Of a folded trace, the choice of the repeated turn is made for
+   every turn, and times and verdict are of the whole trace.
 4. While time is left: the guide again with less memory, and with finer slots; then without moves
-   that relieve nothing; then small changes (:mod:`local_search`).
+   that relieve nothing; then small changes (:mod:`local_search`), for which the guides leave half
+   the time on small traces.
 5. On traces of few kernels the greedy plan is made too, and the best of all is returned.
 
 Anytime: with a time limit, what has not been tried when it is over is left out; the first plan is
@@ -49,6 +52,10 @@ where it is not."""
 
 _SETTINGS_AT_IDEAL = 2
 """How many are tried on small traces although the iteration is ideal already."""
+
+_GUIDES_SHARE = 0.5
+"""Of a time limit, on small traces: the rest is for the local search, which makes up for much of
+what no guide foresees where a slow device is the limit."""
 
 _MAX_CHANGES = 200
 """Of the local search without a time limit, on small traces."""
@@ -194,12 +201,16 @@ def _follow_guides(scopes: list[_Scope]) -> _Scope:
     """Try what guides advise, setting by setting: the first one in all scopes, the others in the
     one that was fastest, which is returned.
     """
+    until = _end_of_guides(scopes[0].search)
     for number, setting in enumerate(_settings(scopes[0])):
         seconds = []
+        if number > 0 and until is not None and time.monotonic() >= until:
+            break
         for search, guiding in scopes:
             if search.is_over() or (_is_ideal(search) and number >= _settings_at_ideal(search)):
                 break
-            advice = guiding.advise(**setting._asdict(), deadline=search.deadline)
+            deadline = search.deadline if number == 0 else until
+            advice = guiding.advise(**setting._asdict(), deadline=deadline)
             found = None
             if advice is not None:
                 found = search.try_choice(advice.device, advice.starts, str(setting))
@@ -208,6 +219,16 @@ def _follow_guides(scopes: list[_Scope]) -> _Scope:
             break
         scopes = [scopes[int(np.argmin(seconds))]]
     return scopes[0]
+
+
+def _end_of_guides(search: Search) -> float | None:
+    """When the guides must leave time to the local search, on the clock of ``search.deadline``: a
+    large trace has none, since all time is short there.
+    """
+    if search.deadline is None or not search.problem.is_small:
+        return search.deadline
+    now = time.monotonic()
+    return now + _GUIDES_SHARE * (search.deadline - now)
 
 
 def _settings_at_ideal(search: Search) -> int:

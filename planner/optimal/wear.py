@@ -18,6 +18,7 @@ from teraio.planner.fluid.slots import Slots
 from teraio.planner.optimal.periods import STAYS, Problem
 from teraio.planner.optimal.repairing import repair
 from teraio.planner.optimal.repetition import Repeated
+from teraio.planner.optimal.tier_fitting import fit_tiers
 
 _GUIDE_SHARE = 0.98
 """Of a budget that the guide may use: rounding and repair need some."""
@@ -62,11 +63,16 @@ def _with_row(
 
 
 def repair_within_budgets(problem: Problem, device: IntArray, seconds: float) -> IntArray | None:
-    """The choice with further rows until it fits, and within the budgets of an iteration of
-    ``seconds``; None if no such choice is found.
+    """The choice with further rows until it fits, also the tiers, and within the budgets of an
+    iteration of ``seconds``; None if no such choice is found.
     """
     repaired = repair(problem, device)
-    if repaired is None or keeps_to_budgets(problem, repaired, seconds):
+    if repaired is None:
+        return None
+    fitted = fit_tiers(problem, repaired) if problem.is_small else repaired
+    if keeps_to_budgets(problem, fitted, seconds):
+        return fitted
+    if keeps_to_budgets(problem, repaired, seconds):
         return repaired
     kept = _worth_writing(problem, repaired, seconds)
     limited = _limited_devices(problem)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.planner.layered import layered_trace
+from tests.planner.optimal_cases import least_bytes
 
 from teraio.contracts.hardware import Hardware
 from teraio.planner.fluid.bound import lower_bound
@@ -96,3 +98,17 @@ def test_slots_end_with_layers_and_where_they_are_full(make_trace: MakeTrace) ->
     slots = cut_into_slots(trace, 2.5, runs_may_stretch=False)
     assert slots.of_piece[0::2].tolist() == [0, 0, 1, 2, 3]
     assert slots.seconds.tolist() == [2.0, 1.0, 4.0, 1.0]
+
+
+def test_steps_of_the_optimizer_are_told_apart_in_slots_however_long(
+    make_hardware: MakeHardware,
+) -> None:
+    """Six steps touch 120 B each, and the GPU has 150 B: the bound knows with slots of a layer what
+    it knows with one for each kernel. In one slot for all steps they would come and go for nothing.
+    """
+    trace = layered_trace(layers=6, micro_batches=1)
+    hardware = make_hardware(least_bytes(trace), ssd_rate=10.0, host_bytes=0)
+    fine, coarse = (
+        lower_bound(trace, hardware, slot_seconds=seconds).seconds for seconds in (0.5, 1e6)
+    )
+    assert coarse == pytest.approx(fine, rel=1e-6)

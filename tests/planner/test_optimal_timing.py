@@ -18,6 +18,7 @@ from teraio.planner.optimal.judging import Judged, judge
 from teraio.planner.optimal.periods import STAYS, Problem
 from teraio.planner.optimal.repairing import repair
 from teraio.planner.optimal.search import Search
+from teraio.planner.optimal.tier_fitting import fit_tiers
 from teraio.planner.optimal.timing import Pace, Timed, time_moves
 from teraio.planner.optimal.transfer_times import end_seconds
 from teraio.planner.plan_building import build_plan
@@ -244,7 +245,7 @@ def test_times_are_those_of_the_faster_pace(random_trace: RandomTrace) -> None:
         device = repair(problem, random_choice(problem, seed, share=0.2))
         if device is None or not problem.is_faster_one_way:
             continue
-        starts = kernel_starts_seconds(trace)
+        device, starts = fit_tiers(problem, device), kernel_starts_seconds(trace)
         first = verdicts(problem, device, starts)
         found = Search(problem).try_choice(device, starts, "test")
         if found is None:

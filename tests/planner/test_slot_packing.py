@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from teraio.planner.slot_packing import align_up, pack_slots
+from teraio.planner.slot_packing import align_up, pack_by_time, pack_slots
 
 
 def taken_kernels(first: int, end: int, num_kernels: int) -> set[int]:
@@ -78,7 +78,8 @@ def test_slots_that_do_not_wrap_go_to_the_lowest_free_bytes(seed: int) -> None:
     first = [chance.randrange(1, num_kernels - 1) for _ in range(count)]
     end = [chance.randint(f + 1, num_kernels) for f in first]
     size = [chance.choice([0, 1, 2, 3, 5, 8]) for _ in range(count)]
-    offset = pack_slots(np.array(first), np.array(end), np.array(size), num_kernels).tolist()
+    length = np.array(end) - np.array(first)
+    offset = pack_by_time(np.array(first), length, np.array(size), num_kernels).tolist()
     placed: list[int] = []
     for slot in sorted(range(count), key=lambda i: (first[i], -size[i], i)):
         lowest = 0
@@ -87,3 +88,27 @@ def test_slots_that_do_not_wrap_go_to_the_lowest_free_bytes(seed: int) -> None:
                 lowest = max(lowest, offset[other] + size[other])
         assert offset[slot] == (lowest if size[slot] else 0)
         placed.append(slot)
+
+
+def test_large_slots_find_room_that_a_small_one_would_take_before_them() -> None:
+    """In kernels 7 and 8, 8 B are taken. In order of time 1 B lies at the bottom until kernel 6, so
+    that what comes at 5 lies above it, and its hole is too small for what comes at 7.
+    """
+    first, size = np.array([1, 5, 7, 7]), np.array([1, 3, 3, 2])
+    length = np.array([5, 4, 2, 2])
+    offset = pack_slots(first, first + length, size, 10)
+    assert (offset + size).max() == 8
+    assert (pack_by_time(first, length, size, 10) + size).max() == 9
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_packing_is_never_looser_than_in_order_of_time(seed: int) -> None:
+    """Slots of few sizes, as models have them."""
+    chance = random.Random(seed)
+    count, num_kernels = 40, 50
+    first = np.array([chance.randrange(num_kernels) for _ in range(count)])
+    length = np.array([chance.randint(1, num_kernels) for _ in range(count)])
+    size = np.array([chance.choice([2, 7, 20]) for _ in range(count)])
+    tight = pack_slots(first, first + length, size, num_kernels)
+    in_time = pack_by_time(first, length, size, num_kernels)
+    assert (tight + size).max() <= (in_time + size).max()
