@@ -47,7 +47,7 @@ class EvictionOrder:
 
     def note_use(self, holding: Holding) -> None:
         """It is resident and has just been used, or has just come back."""
-        if self._heap is not None:
+        if self._heap is not None and not holding.is_dead:
             heapq.heappush(self._heap, self._entry(holding))
 
     def pop(self, holdings: Collection[Holding], protected: Collection[Holding]) -> Holding | None:

@@ -231,7 +231,10 @@ class CompactMemory(StorageMemory):
 
     def can_move(self, begin: int) -> bool:
         """Whether the plan, and what is under way, let the storage that lies there move."""
-        holding = self._lying_at[begin]
+        holding = self._lying_at.get(begin)
+        if holding is None:
+            # Since the blocks were listed it has died, or the account was lost.
+            return False
         row, may_move = holding.row, self._may_move
         if row < 0:
             # Of what no plan knows: what a kernel of this run has made.

@@ -24,10 +24,16 @@ NO_STREAMS: frozenset[torch.Stream] = frozenset()
 
 
 class Buried(NamedTuple):
-    """The attachment of the StorageState of a storage that was accounted for, and has died."""
+    """The attachment of the StorageState of a storage that has died, with the row that it played.
+
+    It is no Holding and counts as false: who needs one gets a :func:`ghost_of` it.
+    """
 
     row: int
     is_dead: bool = True
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class Holding:
@@ -101,6 +107,18 @@ class Holding:
         )
 
 
+def died(state: StorageState) -> bool:
+    """Mark a storage as dead; whether it is accounted for, and not marked yet."""
+    attachment = state.attachment
+    if attachment is None:
+        # Resized again before any kernel: the storage lives on as another generation.
+        state.attachment = Buried(-1)
+    elif not attachment.is_dead:
+        attachment.is_dead = True
+        return True
+    return False
+
+
 def parted(state: StorageState) -> Holding:
     """The holding of a storage that has died, which its state does not refer to any more.
 
@@ -109,6 +127,16 @@ def parted(state: StorageState) -> Holding:
     holding: Holding = state.attachment
     state.attachment = Buried(holding.row)
     return holding
+
+
+def ghost_of(state: StorageState) -> Holding:
+    """A holding that nothing accounts for, of a storage that has died since it was viewed: the next
+    kernel names it all the same. Their states do not refer to ghosts.
+    """
+    ghost = Holding(state, 0, is_fixed=True)
+    ghost.is_dead = True
+    ghost.row = -1 if state.attachment is None else state.attachment.row
+    return ghost
 
 
 class TransferRecord(NamedTuple):

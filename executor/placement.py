@@ -85,7 +85,7 @@ class Placement:
                 is_there = self._copy(residency, holding, row, device, offset_bytes)
                 self.is_unsettled |= not is_there
         # What the plan does not know (a data set, say) it expects to lie where it is used.
-        for holding in residency.holdings():
+        for holding in list(residency.holdings()):
             if holding.row < 0:
                 residency.prefetch(holding, 0)
 

@@ -39,6 +39,15 @@ def is_parallel() -> bool:
     return is_in_group or current_rank()[1] > 1
 
 
+def ranks_on_this_machine() -> int:
+    """How many ranks share its memory, as their launcher says; all of them if it does not.
+
+    Raises InputError for an environment that makes no sense.
+    """
+    num_ranks = current_rank()[1]
+    return max(1, min(_from_environment("LOCAL_WORLD_SIZE", num_ranks), num_ranks))
+
+
 def plan_of_this_rank(choice: PlanChoice) -> Plan:
     """Load, of what the user gave, the plan of this rank.
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 from teraio.errors import CapacityError, StoreError
 from teraio.executor.eviction_order import EvictionOrder, least_recently_used
-from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait, parted
+from teraio.executor.holding import Holding, Traffic, TransferRecord, Wait, died, ghost_of, parted
 from teraio.executor.shortage import why_no_room
 from teraio.executor.storage_memory import StorageMemory, bytes_of
 from teraio.executor.stores import Store, Transfer
@@ -61,12 +61,12 @@ class Residency:
     # Births and deaths
 
     def adopt(self, state: StorageState) -> Holding:
-        """Start to account for a storage that lies on the GPU."""
+        """Start to account for a storage that lies on the GPU; of one that has died, a ghost."""
         storage = state.reference()
+        if storage is None or state.attachment is not None:
+            return ghost_of(state)
         size = -(-state.nbytes // self._rounding_bytes) * self._rounding_bytes
-        is_fixed = storage is None or not storage.resizable()
-        holding = Holding(state, size, is_fixed=is_fixed)
-        state.attachment = holding
+        holding = state.attachment = Holding(state, size, is_fixed=not storage.resizable())
         self._holdings.add(holding)
         self.memory.note(holding)
         self.used_bytes += size
@@ -75,8 +75,7 @@ class Residency:
 
     def note_death(self, state: StorageState) -> None:
         """A storage was freed; callable from any thread, takes effect in :meth:`bury`."""
-        if state.attachment is not None:
-            state.attachment.is_dead = True
+        if died(state):
             self._dead.append(state)
 
     def bury(self) -> None:
@@ -175,8 +174,7 @@ class Residency:
         to the next kernel. Raises CapacityError if that much cannot be had, unless it was a guess.
         """
         missing: list[Holding] = []
-        missing_bytes = 0
-        is_arriving = False
+        missing_bytes, is_arriving = 0, False
         for holding in holdings:
             if not holding.is_resident:
                 missing.append(holding)
@@ -286,7 +284,7 @@ class Residency:
         try:
             self.bring_back()
         except (StoreError, KeyboardInterrupt):
-            for holding in self._holdings:
+            for holding in list(self._holdings):
                 storage = holding.state.reference()
                 if not holding.is_resident and storage is not None:
                     self.memory.allocate(holding, storage)

@@ -44,7 +44,7 @@ def read_limits(
     machine_bytes = machine_memory_bytes()
     # Version 1 writes "none" as a number beyond any memory.
     of_groups = min(
-        (limit for limit in _group_limits(groups, own_groups) if limit < 2**62), default=None
+        (limit for _, limit in _group_limits(groups, own_groups) if limit < 2**62), default=None
     )
     locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Limits(
@@ -65,8 +65,10 @@ def usable_memory_bytes() -> int:
     return read_limits().memory_bytes
 
 
-def _group_limits(groups: Path, own_groups: Path) -> Iterator[int]:
-    """Limits of the process's control groups, of version 1 and 2, and of those that hold them."""
+def _group_limits(groups: Path, own_groups: Path) -> Iterator[tuple[Path, int]]:
+    """(folder, limit) of the process's control groups, of version 1 and 2, and of those that hold
+    them.
+    """
     files = [groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"]
     with suppress(OSError):
         for line in own_groups.read_text().splitlines():
@@ -79,7 +81,22 @@ def _group_limits(groups: Path, own_groups: Path) -> Iterator[int]:
                     files += _up_to(root, path, ["memory.max", "memory.high"])
     for file in files:
         with suppress(*_NO_LIMIT):
-            yield int(file.read_text())
+            yield file.parent, int(file.read_text())
+
+
+def _held_bytes(group: Path) -> int:
+    """What a control group holds, but for copies of files, which give way. 0 if it does not say."""
+    held_bytes, counts = 0, {}
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        with suppress(*_NO_LIMIT):
+            held_bytes = int((group / name).read_text())
+    with suppress(*_NO_LIMIT):
+        lines = (group / "memory.stat").read_text().splitlines()
+        counts = {name: int(count) for name, count in map(str.split, lines)}
+    for name in ("inactive_file", "active_file"):
+        # Version 1 counts what groups inside hold by another name.
+        held_bytes -= counts.get(f"total_{name}", counts.get(name, 0))
+    return max(held_bytes, 0)
 
 
 def _up_to(root: Path, path: str, names: list[str]) -> list[Path]:
@@ -93,12 +110,20 @@ def own_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the machine could give out now without swapping (MemAvailable)."""
+def available_memory_bytes(
+    meminfo: Path = Path("/proc/meminfo"),
+    groups: Path = Path("/sys/fs/cgroup"),
+    own_groups: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """What the machine could give out now without swapping (MemAvailable), or less where a control
+    group allows no more.
+    """
+    of_machine = machine_memory_bytes()
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return machine_memory_bytes()
+            of_machine = int(line.split()[1]) * 1024
+    left = (limit - _held_bytes(group) for group, limit in _group_limits(groups, own_groups))
+    return max(min([of_machine, *left]), 0)
 
 
 def check_memory_by_touching(
