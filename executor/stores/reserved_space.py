@@ -47,11 +47,13 @@ class ReservedSpace:
         nothing. Nobody but this class changes its size, so a smaller one means just that.
         """
         if not self._damage:
+            # Read before the size: another thread may let the file grow in between.
+            reserved_bytes = self.reserved_bytes
             size = os.fstat(self.descriptor).st_size
-            if size >= self.reserved_bytes:
+            if size >= reserved_bytes:
                 return
             self._damage = (
-                f"{self.label}: was cut from {self.reserved_bytes} to {size} bytes by somebody "
+                f"{self.label}: was cut from {reserved_bytes} to {size} bytes by somebody "
                 "else; what it held is lost"
             )
         raise StoreError(self._damage)
