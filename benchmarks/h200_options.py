@@ -35,7 +35,11 @@ def parse_options(description: str) -> argparse.Namespace:
     for name in options.rows or ():
         if name not in TITLES:
             parser.error(f"--rows: {name!r} is not one of {', '.join(TITLES)}")
-    options.asked = {name: str(value) for name, value in vars(options).items()}
+    # Where files lay tells nothing on another machine.
+    options.asked = {
+        name: value.name if isinstance(value, Path) else str(value)
+        for name, value in vars(options).items()
+    }
     options.run = time.strftime("%Y-%m-%dT%H:%M:%S")
     _complete(options)
     return options
