@@ -119,7 +119,7 @@ def test_loops_that_results_would_depend_on(loop: Loop, training: Training, plan
 class CountsTogether(torch.optim.SGD):
     """An optimizer with one count of steps for all parameters."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
         super().step(closure)
 

@@ -30,7 +30,7 @@ def bench() -> Iterator[Bench]:
 class Dropping(torch.optim.SGD):
     """Looks at each gradient after its last kernel, and drops it."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Plain gradient descent."""
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
