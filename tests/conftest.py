@@ -10,6 +10,8 @@ from typing import Any
 # Test workers share the cores: threads of torch that wait for each other made them five times
 # slower. Read when torch is imported, also by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What PyTorch asks of matrix products on a GPU that must be repeatable to the bit.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
 import pytest
