@@ -105,8 +105,7 @@ class Execution(RunContents):
         self._host_bytes = _budget(host_memory, metadata.host_memory_bytes, "host_memory")
         self._host_is_given = host_memory is not None
         check_backend(ssd_backend)
-        self._ssd_path = ssd_path
-        self._ssd_backend = ssd_backend
+        self._ssd_path, self._ssd_backend = ssd_path, ssd_backend
         self._verify = verifying(plan) if verify_transfers else None
         self._stops_on_drift = on_drift == "stop"
         self._discards = on_exit == "discard"
@@ -131,6 +130,7 @@ class Execution(RunContents):
             self._mode = mode
             handle = RunHandle(mode)
             guards: list[_Guard] = [
+                mode.collector,
                 ReadGuard(handle),
                 RawPointerGuard(mode),
                 ThreadGuard(mode),

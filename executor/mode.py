@@ -31,6 +31,7 @@ from teraio.executor.output_sizes import OutputSizes
 from teraio.executor.placement import Placement
 from teraio.executor.plan_position import PlanPosition, RunState
 from teraio.executor.planned_moves import PlannedMoves
+from teraio.executor.quiet_collector import QuietCollector
 from teraio.executor.residency import Residency
 from teraio.executor.schedule import prepare_schedule
 from teraio.profiler.dispatch import WRITE, KernelCall, KernelMode
@@ -68,10 +69,11 @@ class ExecutorMode(KernelMode):
         self.position = PlanPosition(self.schedule)
         self.adaptation = Adaptation(plan)
         self.log = IterationLog(device_type)
+        self.collector = QuietCollector(is_wanted=device_type == "cuda")
         self._sizes = OutputSizes(plan.metadata.allocator_rounding_bytes)
         self._stops_on_drift = stops_on_drift
-        self._binding = Binding(self.schedule, self.placement)
-        self._moves = PlannedMoves(self.schedule, residency, self._binding)
+        self.binding = Binding(self.schedule, self.placement)
+        self._moves = PlannedMoves(self.schedule, residency, self.binding)
         self._thread = threading.get_ident()
         self._has_begun = False
         self._clock = 0
@@ -120,7 +122,7 @@ class ExecutorMode(KernelMode):
         if operator.may_resize:
             holdings += self._storage_arguments(call)
         if self._planned_kernel in self.schedule.row_of_first_touch and self.position.is_planned:
-            self._binding.bind_first_touches(self._planned_kernel, holdings)
+            self.binding.bind_first_touches(self._planned_kernel, holdings)
         self._make_ready(call, holdings)
         residency = self.residency
         for holding, flags in zip(holdings, call.flags.values(), strict=False):
@@ -159,7 +161,7 @@ class ExecutorMode(KernelMode):
             holding = self._holding(state)
             holding.last_use = self._clock
             if is_planned:
-                self._binding.bind_birth(kernel, state, holding)
+                self.binding.bind_birth(kernel, state, holding)
                 residency.order.note_use(holding)  # Its next use is known now.
         residency.note_peak(self.placement.workspace_bytes[kernel] if is_planned else 0)
         self.log.memory(residency.used_bytes)
@@ -176,6 +178,7 @@ class ExecutorMode(KernelMode):
     def on_iteration_end(self) -> None:
         with self.lock:
             self._close_iteration()
+        self.collector.end_iteration()
         self.deliver_interrupt()
 
     def _close_iteration(self) -> None:
@@ -212,7 +215,7 @@ class ExecutorMode(KernelMode):
         self.schedule = self._moves.schedule = prepare_schedule(landing.plan)
         self.placement = Placement(landing.plan)
         self.position = PlanPosition(self.schedule, self.position.state)
-        self._binding.follow(self.schedule, self.placement, landing.row_of)
+        self.binding.follow(self.schedule, self.placement, landing.row_of)
         self.residency.order.forget()
 
     def _settle_books(self, at_least_bytes: int = 0) -> None:
@@ -298,11 +301,6 @@ class ExecutorMode(KernelMode):
 
     # Identity
 
-    @property
-    def binding(self) -> Binding:
-        """Who plays which row of the plan."""
-        return self._binding
-
     def take_places(self, *, must_start: bool) -> None:
         """Bind named storages to the plan's rows and put everything where kernel 0 expects it.
 
@@ -313,7 +311,7 @@ class ExecutorMode(KernelMode):
         if self.bind_names() or must_start:
             self.residency.victim_key = self._by_next_use
             with torch._C._DisableTorchDispatch():
-                self.placement.establish(self.residency, self._binding.holding_of_row)
+                self.placement.establish(self.residency, self.binding.holding_of_row)
             self.residency.memory.begin()
             self.position.state = RunState.FOLLOWING
             self.residency.order.forget()
@@ -322,7 +320,7 @@ class ExecutorMode(KernelMode):
 
     def bind_names(self) -> bool:
         """Bind what has a name by now; whether all that the plan knows by name exists."""
-        return self._binding.bind_names(self.names, self.registry, self._holding)
+        return self.binding.bind_names(self.names, self.registry, self._holding)
 
     def _holding(self, state: StorageState) -> Holding:
         return state.attachment or self.residency.adopt(state)

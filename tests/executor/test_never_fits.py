@@ -263,8 +263,10 @@ class Trained:
         return [float(x) for x in self.losses], tensors_of(self.model, self.training.optimizer)
 
 
-def train_plainly(setup: TrainingSetup, device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Without offloading: losses, and all tensors."""
+def result_without_offloading(
+    setup: TrainingSetup, device: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and all tensors."""
     plain = Trained(setup, device)
     plain.run()
     return plain.result()
@@ -286,8 +288,8 @@ def train_as_planned_without_a_gpu(setup: TrainingSetup, device: str, folder: Pa
         traced, machine, planner="greedy", gpu_memory=budget, host_memory=total * 2 // 5
     )
     assert {"host", "ssd"} == set(made.moves.device)
-    wanted = train_plainly(setup, device)
-    again = train_plainly(setup, device)
+    wanted = result_without_offloading(setup, device)
+    again = result_without_offloading(setup, device)
     assert again[0] == wanted[0], "not a comparison: training itself differs from run to run"
     assert_same(again[1], wanted[1])
     del again
