@@ -249,10 +249,15 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 
 
 def commit() -> str:
-    """Short hash of the commit that is checked out, where git tells it."""
+    """Short hash of the commit that is checked out: TERAIO_COMMIT, for a copy of a checkout, or
+    what git says.
+    """
+    given = os.environ.get("TERAIO_COMMIT")
+    if given:
+        return given
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or os.environ.get("TERAIO_COMMIT", "unknown")
+    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
