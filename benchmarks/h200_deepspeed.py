@@ -96,13 +96,10 @@ def configuration(setting: Setting, nvme_folder: Path | None) -> dict[str, Any]:
 
 def _set_environment(folder: Path) -> None:
     extensions = folder / "torch_extensions"
-    given = {
-        "TORCH_EXTENSIONS_DIR": str(extensions),
-        "TORCH_CUDA_ARCH_LIST": HOPPER,
-        "MAX_JOBS": str(os.cpu_count() or 1),
-    }
-    for name, value in given.items():
-        os.environ.setdefault(name, value)
+    # Set on some machines to 9.0a, which DeepSpeed cannot read.
+    os.environ["TORCH_CUDA_ARCH_LIST"] = HOPPER
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
+    os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/lock"):
         lock.unlink()
     prefix = folder / "libaio"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def run_figures(report: RunReport) -> dict[str, Any]:
         "report_peak_bytes": report.peak_bytes,
         "report_reserved_bytes": report.reserved_bytes,
         "stall_seconds": {name: float(value) for name, value in dict(stalls).items()},
+        "recent": [asdict(iteration) for iteration in report.recent],
     }
 
 

@@ -321,9 +321,11 @@ def _train(
     figures: dict[str, Any] = {}
     with execution as run:
         marks.append(time.perf_counter())
+        say(f"host memory and files made ready in {marks[1] - marks[0]:.0f} s")
         run.build(make)
         synchronize(options.device)
         marks.append(time.perf_counter())
+        say(f"built in its tiers in {marks[2] - marks[1]:.0f} s")
         figures |= _steps(options, made[0], findings)
         figures |= peaks(options.device) | host.as_row()
         if options.save is not None:

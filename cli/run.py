@@ -102,6 +102,7 @@ def run(
         "peak_bytes": report.peak_bytes,
         "reserved_bytes": report.reserved_bytes or None,
         "relocated_bytes": report.relocated_bytes,
+        "host_lead_seconds": report.host_lead_seconds,
         "moves_planned": report.moves_planned,
         "moves_found": report.moves_found,
         "substituted_kernels": report.substituted_kernels,
@@ -133,6 +134,8 @@ def _show(console: Console, title: str, plan: Plan, report: RunReport) -> None:
         rows.append(("reserved by PyTorch's allocator", size(report.reserved_bytes)))
     if report.relocated_bytes:
         rows.append(("moved within the GPU, each step", size(report.relocated_bytes)))
+    if report.host_lead_seconds is not None:
+        rows.append(("training thread ahead of the GPU", duration(report.host_lead_seconds)))
     rows += [(f"{use.device} in {use.path}", file_line(use)) for use in report.ssd_files]
     if report.verified_reads:
         rows.append(("reads whose checksum agreed", f"{report.verified_reads:,}"))

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from teraio.contracts.hardware import HOST, Hardware
+from teraio.contracts.hardware import HOST
 from teraio.contracts.plan import Plan
 from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.timeline import Timeline
@@ -25,7 +25,7 @@ from teraio.executor.mode import ExecutorMode
 from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
 from teraio.executor.optimizer_in_backward import OptimizerInBackward
 from teraio.executor.parallel_mode import ParallelMode
-from teraio.executor.planned_places import verifying
+from teraio.executor.planned_places import planned_bytes_per_device, verifying
 from teraio.executor.ranks import (
     PlanChoice,
     check_device,
@@ -113,10 +113,11 @@ class Execution(RunContents):
         self._stack = ExitStack()
         self._mode: ExecutorMode | None = None
         self._report: RunReport | None = None
+        self._iteration_seconds: list[float] = []
         check_executable(plan)
 
     def __enter__(self) -> Self:
-        if self._mode is not None:
+        if self._mode is not None or self._report is not None:
             raise InputError("execute: a run is entered once; call teraio.execute again")
         check_rank(self.plan, *current_rank())
         check_device(self._models)
@@ -154,6 +155,8 @@ class Execution(RunContents):
             self._stack.__exit__(*exception)
         finally:
             self._report = self._make_report()
+            self._iteration_seconds = self.iteration_seconds
+            self._let_go()
 
     def step(self) -> None:
         """Mark the end of a loop's iteration; needed only where no ``torch.optim`` one steps."""
@@ -181,7 +184,14 @@ class Execution(RunContents):
     @property
     def iteration_seconds(self) -> list[float]:
         """Length of every complete iteration so far, warm-up included."""
-        return self._mode.log.seconds() if self._mode else []
+        return self._mode.log.seconds() if self._mode else list(self._iteration_seconds)
+
+    def _let_go(self) -> None:
+        """Who keeps the report does not mean to keep the model, and its memory on the GPU."""
+        if self._mode is not None:
+            self._mode.names.forget()
+        self._mode, self._models, self._optimizers = None, (), ()
+        self._stack = ExitStack()
 
     def _open_tiers(self) -> Tiers:
         hardware, metadata = self.plan.hardware, self.plan.metadata
@@ -351,21 +361,6 @@ def check_executable(plan: Plan) -> None:
     if not verdict.fits:
         message = "the plan does not fit its budgets; what is missing is moved on demand"
         warnings.warn(message, OffloadWarning, stacklevel=4)
-
-
-def planned_bytes_per_device(plan: Plan, hardware: Hardware) -> dict[str, int]:
-    """Bytes of each device that the plan's slots and copies occupy, from offset 0."""
-    ends: dict[str, int] = {}
-    moves, copies, storages = plan.moves, plan.copies, plan.storages
-    rows = [
-        *zip(moves.device, moves.tier_offset_bytes, moves.storage, strict=True),
-        *zip(copies.device, copies.tier_offset_bytes, copies.storage, strict=True),
-    ]
-    for device, offset, storage in rows:
-        alignment = hardware.alignment_bytes(device)
-        size = -(-int(storages.nbytes[storage]) // alignment) * alignment
-        ends[device] = max(ends.get(device, 0), int(offset) + size)
-    return ends
 
 
 def _budget(value: int | str | None, default: int, field: str) -> int:

@@ -311,6 +311,7 @@ class CompactMemory(StorageMemory):
         if not self._looks_left:
             return False
         self._looks_left -= 1
+        self._residency.traffic.allocator_looks += 1
         # Nothing that dies later is taken for alive.
         self._residency.bury()
         layout = self._allocator.look()

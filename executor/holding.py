@@ -168,7 +168,7 @@ class Traffic:
     """What was moved off plan, and what happened in the current iteration.
 
     ``relocated_bytes``: within the GPU, to keep its memory together; ``homeless_requests``: blocks
-    for which no room could be made that way.
+    for which no room could be made that way; ``allocator_looks``: how often its layout was asked.
     """
 
     demand_fetches: int = 0
@@ -178,5 +178,6 @@ class Traffic:
     dropped_prefetches: int = 0
     relocated_bytes: int = 0
     homeless_requests: int = 0
+    allocator_looks: int = 0
     transfers: list[TransferRecord] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)

@@ -130,6 +130,15 @@ class IterationLog:
         on_plan = [*self._older_steady_seconds, *(r.seconds for r in warm if r.is_on_plan)]
         return on_plan or [*self._older_warm_seconds, *(r.seconds for r in warm)] or self.seconds()
 
+    def host_lead_seconds(self, record: IterationRecord) -> float | None:
+        """How far the training thread was ahead of the GPU at a complete iteration's end; None on a
+        CPU, which runs each kernel as it is issued.
+        """
+        if self._clock is None or record.end_event is None:
+            return None
+        record.end_event.synchronize()
+        return max(0.0, self._clock.seconds(record.end_event) - record.end_seconds)
+
     def kernel(self, kernel: int, start_seconds: float, end_seconds: float) -> None:
         """An operator ran on the host's clock."""
         if not self._is_gpu:

@@ -1,13 +1,29 @@
-"""Which storages a plan puts where: names for messages about a place on a device."""
+"""Which storages a plan puts where: bytes of each device, names for messages about a place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.executor.stores import Store, VerifiedStore
 
 _SHOWN = 3
+
+
+def planned_bytes_per_device(plan: Plan, hardware: Hardware) -> dict[str, int]:
+    """Bytes of each device that the plan's slots and copies occupy, from offset 0."""
+    ends: dict[str, int] = {}
+    moves, copies, storages = plan.moves, plan.copies, plan.storages
+    rows = [
+        *zip(moves.device, moves.tier_offset_bytes, moves.storage, strict=True),
+        *zip(copies.device, copies.tier_offset_bytes, copies.storage, strict=True),
+    ]
+    for device, offset, storage in rows:
+        alignment = hardware.alignment_bytes(device)
+        size = -(-int(storages.nbytes[storage]) // alignment) * alignment
+        ends[device] = max(ends.get(device, 0), int(offset) + size)
+    return ends
 
 
 def verifying(plan: Plan) -> Callable[[Store], Store]:

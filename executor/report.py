@@ -7,11 +7,28 @@ from dataclasses import dataclass
 
 from teraio.contracts.plan import Plan
 from teraio.contracts.timeline import Timeline
-from teraio.executor.iteration_log import IterationLog
+from teraio.executor.iteration_log import IterationLog, IterationRecord
 from teraio.executor.landing import Landing
 from teraio.executor.measured_timeline import build_timeline
 from teraio.executor.stores import FileUse
 from teraio.executor.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class IterationFigures:
+    """One complete iteration of a run.
+
+    ``host_lead_seconds`` is how far the training thread was ahead of the GPU at its end (None on a
+    CPU): near 0 the GPU waits for Python. ``relocated_bytes`` were copied within the GPU;
+    ``allocator_looks``: how often its allocator was asked how its memory is laid out, some
+    milliseconds each.
+    """
+
+    seconds: float
+    is_on_plan: bool
+    host_lead_seconds: float | None
+    relocated_bytes: int
+    allocator_looks: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +43,7 @@ class RunReport:
     ``substituted_kernels`` were not those of the plan's trace, but taken for them, extra or left
     out (``first_substituted``); they do not count as drift. ``ssd_files``: each file of the SSD
     tier with its backend and rates, over the whole run; ``verified_reads``: those whose checksum
-    was compared, if that was asked for.
+    was compared, if that was asked for. ``recent``: the newest iterations, at most eight.
     """
 
     steps: int
@@ -50,7 +67,14 @@ class RunReport:
     cold_start_seconds: float
     ssd_files: tuple[FileUse, ...]
     verified_reads: int
+    recent: tuple[IterationFigures, ...]
     timeline: Timeline
+
+    @property
+    def host_lead_seconds(self) -> float | None:
+        """The least of the recent iterations that went by the plan; None if there is none."""
+        leads = [each.host_lead_seconds for each in self.recent if each.is_on_plan]
+        return min((lead for lead in leads if lead is not None), default=None)
 
 
 def make_report(
@@ -89,6 +113,7 @@ def make_report(
         cold_start_seconds=log.cold_start_seconds,
         ssd_files=tuple(tiers.file_uses),
         verified_reads=tiers.num_verified,
+        recent=tuple(_figures(log, record) for record in log.recent),
         timeline=build_timeline(
             log,
             rank=metadata.rank,
@@ -97,4 +122,14 @@ def make_report(
             capacity_bytes=budget_bytes,
             num_storages=len(plan.storages),
         ),
+    )
+
+
+def _figures(log: IterationLog, record: IterationRecord) -> IterationFigures:
+    return IterationFigures(
+        seconds=record.seconds,
+        is_on_plan=record.is_on_plan and not record.is_warm_up,
+        host_lead_seconds=log.host_lead_seconds(record),
+        relocated_bytes=record.traffic.relocated_bytes,
+        allocator_looks=record.traffic.allocator_looks,
     )

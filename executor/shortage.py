@@ -17,9 +17,12 @@ def why_no_room(residency: Residency, need_bytes: int, protected: Collection[Hol
     resident = [h for h in residency.holdings() if h.is_resident]
     fixed_bytes = sum(h.allocated_bytes for h in resident if h.is_fixed)
     in_use_bytes = sum(h.allocated_bytes for h in protected if h.is_resident)
+    # What the allocator holds besides: workspaces of libraries, tensors that no kernel has touched.
+    unknown_bytes = residency.used_bytes - sum(h.allocated_bytes for h in resident)
     return (
         f"kernel {residency.kernel} needs {format_bytes(need_bytes)} more, but of the GPU budget "
         f"of {format_bytes(residency.capacity_bytes)} {format_bytes(residency.used_bytes)} cannot "
         f"leave ({format_bytes(in_use_bytes)} used by it, {format_bytes(fixed_bytes)} pinned down "
-        "by NumPy, pointers or communication); raise --gpu-memory"
+        f"by NumPy, pointers or communication, {format_bytes(max(0, unknown_bytes))} of no storage "
+        "of the training); raise --gpu-memory"
     )

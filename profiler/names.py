@@ -37,6 +37,10 @@ class NameBook:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
 
+    def forget(self) -> None:
+        """Keep no model and no optimizer alive any longer."""
+        self.models, self.optimizers = [], []
+
     def names(self) -> dict[int, tuple[str, str]]:
         """(name, kind) by storage address; a shared storage bears the first of its names."""
         book: dict[int, tuple[str, str]] = {}

@@ -41,6 +41,9 @@ class Profile:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         self._stack.__exit__(kind, *exception)
+        if self._trace is not None:
+            # Whoever keeps the profile, or the trace, does not mean to keep the model.
+            self._recorder.forget()
 
     def step(self) -> None:
         """Mark the end of a loop's iteration; needed only where no torch optimizer steps."""

@@ -139,9 +139,12 @@ class Recorder(KernelMode):
             self._has_left = True
 
     def forget(self) -> None:
-        """Give up what was recorded, which takes much more memory than the trace made of it."""
+        """Give up what was recorded, which takes much more memory than the trace made of it, and
+        let go the model and the optimizer.
+        """
         self.recording.forget()
         self.records.clear()
+        self.names.forget()
 
     # Kernels
 

@@ -7,7 +7,7 @@ import torch
 from teraio.contracts.hardware import HOST, Hardware
 from teraio.contracts.plan import Plan
 from teraio.errors import InputError
-from teraio.executor.execution import planned_bytes_per_device
+from teraio.executor.planned_places import planned_bytes_per_device
 from teraio.executor.probing.limits import available_memory_bytes, check_memory_by_touching
 from teraio.executor.replaying.scene import Scene
 from teraio.executor.stores.striped_space import Directories

@@ -40,6 +40,7 @@ def calls(
         budget_bytes=2 * 10**9,
         reserved_bytes=0,
         relocated_bytes=0,
+        host_lead_seconds=0.25,
         warm_up_steps=1,
         drift=2,
         first_drift="kernel 4 is aten.relu, not aten.gelu",
@@ -159,6 +160,7 @@ def test_run_reports_what_was_promised(
     assert (data["drift"], data["demand_fetches"], data["predicted_seconds"]) == (2, 3, 0.2)
     found = data["moves_planned"], data["moves_found"], data["substituted_kernels"]
     assert found == (40, 39, 6)
+    assert data["host_lead_seconds"] == 0.25
 
 
 def measured_h200() -> Measurements:

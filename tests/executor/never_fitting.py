@@ -14,7 +14,8 @@ from torch import nn
 import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
-from teraio.executor.execution import Execution, planned_bytes_per_device
+from teraio.executor.execution import Execution
+from teraio.executor.planned_places import planned_bytes_per_device
 from teraio.profiler.models import build_model, make_batch
 from teraio.traces.trace import Trace
 

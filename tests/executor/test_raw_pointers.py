@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import sys
 import types
@@ -363,6 +364,9 @@ def check_on_gpu(scale: Callable[[torch.Tensor, float], None], kernel: str | Non
         evict_everything(trace, hardware, tiers="host"),
         build_plan(trace, Moves.empty(), on_demand, planner="on-demand"),
     ):
+        # Another model on the GPU would take of a budget as small as this one.
+        del model, optimizer
+        gc.collect()
         model, optimizer = made()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OffloadWarning)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -166,3 +168,24 @@ def test_resizes_reach_every_listener_and_none_after_the_last_has_left() -> None
     stop_listening_to_resizes(second)
     storage.resize_(0)
     assert seen == [("first", 32), ("second", 32), ("second", 8)]
+
+
+@pytest.mark.parametrize("reads_inside", [True, False])
+def test_a_profile_that_is_kept_keeps_no_model(reads_inside: bool) -> None:
+    """Once its trace is made; nothing but counting references frees the model here."""
+    training = Training("tiny-llama", {"foreach": False})
+    held: list[weakref.ref[Any]] = [weakref.ref(training.model)]
+    held.append(weakref.ref(next(training.model.parameters())))
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(training.model, training.optimizer) as session:
+            training.run()
+            if reads_inside:
+                assert session.trace.num_kernels > 0
+                training.run()
+        assert session.trace.num_kernels > 0
+        del training
+        assert [reference() for reference in held] == [None, None]
+    finally:
+        gc.enable()

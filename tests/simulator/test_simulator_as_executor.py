@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from teraio.contracts.hardware import HOST
 from teraio.errors import CapacityError
-from teraio.executor.execution import planned_bytes_per_device
 from teraio.executor.holding import Holding
 from teraio.executor.homes import Homes
 from teraio.executor.plan_position import RunState
+from teraio.executor.planned_places import planned_bytes_per_device
 from teraio.executor.replaying.patterns import Patterns
 from teraio.executor.replaying.player import Player
 from teraio.executor.replaying.unplanned import plan_without_moves
