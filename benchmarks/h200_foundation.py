@@ -251,8 +251,8 @@ def figures(
     same = ("losses", "checksum")
     budget_bytes = plan.metadata.gpu_memory_bytes
     peak_bytes = executed.get("max_memory_allocated", executed["books_peak_bytes"])
-    # The first step creates the optimizer's state, the fourth measures scratch memory, and after the
-    # fifth nothing is watched.
+    # The first step creates the optimizer's state, the fourth measures scratch memory, and after
+    # the fifth nothing is watched.
     seconds = profiling["step_seconds"]
     recorded = [*seconds[1:3], *seconds[4:5]]
     return {

@@ -115,12 +115,13 @@ class RawKernels:
 
     def _see_triton(self, stack: ExitStack) -> None:
         from triton.compiler import CompiledKernel
-        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.interpreter import GridExecutor
         from triton.runtime.jit import JITFunction
 
-        for launcher in (JITFunction, InterpretedFunction):
-            original = launcher.run
-            stack.enter_context(mock.patch.object(launcher, "run", self._launching(original)))
+        # Interpreted kernels differ between versions in what comes before the executor of a grid.
+        for launcher, method in ((JITFunction, "run"), (GridExecutor, "__call__")):
+            launch = self._launching(getattr(launcher, method))
+            stack.enter_context(mock.patch.object(launcher, method, launch))
         bind = CompiledKernel.__getitem__
 
         def bound(kernel: Any, grid: Any) -> Callable[..., Any]:

@@ -83,6 +83,7 @@ _BY_TEXT = (
     ("not linked with support for cuda", _GPU),
     ("not compiled with CUDA enabled", _GPU),
     ("Found no NVIDIA driver", _GPU),
+    ("CUDA driver version is insufficient", _GPU),
     ("Expected inputs of BF16 type", _GROUPED),
     ("_apply(): Couldn't swap", _CONVERSION),
 )

@@ -31,9 +31,15 @@ BACKENDS: dict[str, SDPBackend] = {
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch, cudnn_rounds_dropout: None) -> None:
     """As on a machine without a GPU."""
     monkeypatch.setattr(kernels, "_prefers_cudnn", lambda: True)
+
+
+@pytest.fixture
+def cudnn_rounds_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from torch 2.12 on, whichever this is."""
+    monkeypatch.setattr(kernels, "CUDNN_ROUNDS_DROPOUT", True)
 
 
 def inputs(
@@ -230,6 +236,7 @@ def test_real_tensors_run_what_pytorch_picks() -> None:
         ("efficient", {"dtype": FP32, "head": 6}, "a head of 6 is no multiple of 4"),
     ],
 )
+@pytest.mark.usefixtures("cudnn_rounds_dropout")
 def test_a_kernel_that_cannot_says_why(
     kernel: AttentionKernel, options: dict[str, Any], message: str
 ) -> None:
