@@ -108,6 +108,18 @@ class Reporter:
 
     def __init__(self, *, is_silent: bool) -> None:
         self.is_silent = is_silent
+        self.compilation_seconds = 0.0
+
+    @contextmanager
+    def progress_with_compilation(self, description: str) -> Iterator[Progress | None]:
+        """As :meth:`progress`, of work that compiles itself on each machine's first time, which is
+        said then and counted.
+        """
+        from teraio.simulator.compilation import CompilationWatch
+
+        with self.progress(description) as report, CompilationWatch(report) as watch:
+            yield report
+        self.compilation_seconds += watch.seconds
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Progress | None]:

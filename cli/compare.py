@@ -70,7 +70,7 @@ def compare(
 
     names = [name.strip() for name in planners.split(",") if name.strip()]
     loaded = Trace.load(trace)
-    with reporter.progress("Comparing") as progress:
+    with reporter.progress_with_compilation("Comparing") as progress:
         table = make_table(
             loaded,
             hardware,

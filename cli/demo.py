@@ -39,7 +39,7 @@ def demo(reporter: Reporter, output: Path) -> Result:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{output}: cannot be made ({error.strerror})") from None
-    with reporter.progress("Demonstrating") as progress:
+    with reporter.progress_with_compilation("Demonstrating") as progress:
         outcome = demonstrate(output.resolve(), progress or (lambda _: None))
     files = _save(outcome, output)
     return Result(_data(outcome, files), lambda console: _show(console, outcome, files))

@@ -95,13 +95,14 @@ def plan(
         return _plan_ranks(reporter, traces, hardware, output, options)
     _refuse_overwriting(traces, output)
     loaded = Trace.load(traces[0])
-    with reporter.progress("Planning") as progress:
+    with reporter.progress_with_compilation("Planning") as progress:
         made = make_plan(loaded, hardware, progress=progress, **options)
     if output is not None:
         made.save(output)
     summary = plan_summary(made)
     data = {**summary, "moves": len(made.moves), "file": output}
-    return Result(data, lambda console: _show(console, made, summary, output))
+    compiled = reporter.compilation_seconds
+    return Result(data, lambda console: _show(console, made, summary, output, compiled))
 
 
 def _refuse_overwriting(traces: Sequence[Path], output: Path | None) -> None:
@@ -127,7 +128,7 @@ def _plan_ranks(
     files = [output and path_of_rank(output, trace.metadata.rank) for trace in traces]
     for file in files:
         _refuse_overwriting(paths, file)
-    with reporter.progress("Planning") as progress:
+    with reporter.progress_with_compilation("Planning") as progress:
         plans = plan_ranks(traces, hardware, progress=progress, **options)
     rows = []
     for made, file in zip(plans, files, strict=True):
@@ -161,7 +162,13 @@ def _show_ranks(console: Console, rows: Sequence[Mapping[str, Any]], plans: Sequ
     console.print(grid("plans of ranks", headings, table))
 
 
-def _show(console: Console, plan: Plan, summary: Mapping[str, Any], output: Path | None) -> None:
+def _show(
+    console: Console,
+    plan: Plan,
+    summary: Mapping[str, Any],
+    output: Path | None,
+    compilation_seconds: float,
+) -> None:
     metadata = plan.metadata
     written = sum(metadata.ssd_bytes_written.values())
     moved = plan.moves.nbytes
@@ -189,8 +196,14 @@ def _show(console: Console, plan: Plan, summary: Mapping[str, Any], output: Path
         ("cost of a million tokens", dollars(summary["dollars_per_million_tokens"])),
         ("planning took", duration(metadata.planning_seconds)),
         *_bound_rows(plan),
+        *_compilation_rows(compilation_seconds),
     ]
     console.print(facts(str(output or "plan, not saved (no -o)"), rows))
+
+
+def _compilation_rows(seconds: float) -> list[tuple[str, str]]:
+    """Nothing where little had to be compiled."""
+    return [("compiling, once on a machine", duration(seconds))] if seconds >= 1 else []
 
 
 def _bound_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ def replay(
         raise click.UsageError("without PLAN, --hardware is needed")
     loaded = Trace.load(trace)
     chosen = None if plan is None else Plan.load(plan)
-    with reporter.progress("Replaying") as report:
+    with reporter.progress_with_compilation("Replaying") as report:
         played = play(
             loaded,
             chosen,

@@ -68,7 +68,7 @@ def simulate(
         raise click.UsageError("--reserved: needs a PLAN")
     loaded = Trace.load(trace)
     chosen = None if plan is None else Plan.load(plan)
-    with reporter.progress("Simulating") as report:
+    with reporter.progress_with_compilation("Simulating") as report:
         played = play(
             loaded,
             chosen,

@@ -6,11 +6,13 @@ To check every index of the engine, run with NUMBA_BOUNDSCHECK=1 and a NUMBA_CAC
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numba
+from numba.core import event
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,6 +45,40 @@ def compiled_and_cached(function: Function) -> Function:
         return cast(Function, numba.njit(cache=True, nogil=True, **_OPTIONS)(function))
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
         return cast(Function, numba.njit(nogil=True, **_OPTIONS)(function))
+
+
+class CompilationWatch(event.Listener):  # type: ignore[misc,unused-ignore]
+    """Within its block: the seconds for which numba compiled, 0 where its machine code was on disk.
+
+    ``tell`` gets a line of text when that begins: the first plan on a machine waits for it.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        self.seconds = 0.0
+        self._tell = tell
+        self._depth = 0
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        event.register("numba:compile", self)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        event.unregister("numba:compile", self)  # type: ignore[no-untyped-call]
+
+    def on_start(self, event: Any) -> None:
+        """A function is compiled; those that it calls may be within its time."""
+        if self._depth == 0:
+            self._began = time.perf_counter()
+            if self._tell is not None:
+                self._tell("compiling for this machine, once")
+        self._depth += 1
+
+    def on_end(self, event: Any) -> None:
+        """It has been."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._began
 
 
 def source_fingerprint() -> str:
