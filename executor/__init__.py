@@ -45,6 +45,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'teraio.executor' has no attribute {name!r}")
     try:
+        importlib.import_module("teraio.profiler.torch_version").check_torch_version()
         value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":

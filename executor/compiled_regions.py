@@ -57,8 +57,7 @@ class CompiledRegionGuard:
             self._has_warned = True
             warnings.warn(
                 "a compiled region allocates memory that the GPU budget does not count; set "
-                "torch._inductor.config.wrap_inductor_compiled_regions = True before compiling "
-                "(torch 2.10 or newer)",
+                "torch._inductor.config.wrap_inductor_compiled_regions = True before compiling",
                 OffloadWarning,
                 stacklevel=3,
             )

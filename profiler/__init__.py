@@ -35,6 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError('profiling needs PyTorch: pip install "teraio[torch]"')
+    importlib.import_module("teraio.profiler.torch_version").check_torch_version()
     # torch's profiler, which measures scratch memory, would announce itself on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     value = getattr(importlib.import_module(home), name)

@@ -3,7 +3,7 @@
 Best fit by size, then address, where the hole at the end counts as endless; a block is split
 exactly, and merged with free neighbours when it is freed. Where no hole is large enough, pages are
 mapped at the lowest address at which they make one, mostly at the segment's end. Sizes, pages and
-pools are those of ``CUDACachingAllocator.cpp`` (torch 2.9 to 2.13). Addresses begin at 0 in each
+pools are those of ``CUDACachingAllocator.cpp`` (torch 2.11 to 2.13). Addresses begin at 0 in each
 pool.
 """
 

@@ -20,10 +20,8 @@ def compile_blocks(model: nn.Module) -> int:
 
     Dispatch modes see a block's forward pass as one operator and its backward pass as another. Over
     fake tensors no code is generated. Names of modules and parameters stay as they are. Raises
-    InputError before torch 2.10 or if there are no blocks (now), or if one cannot be compiled whole
-    (when called).
+    InputError if there are no blocks (now), or if one cannot be compiled whole (when called).
     """
-    _check_compiler()
     blocks = find_blocks(model)
     if not blocks:
         raise InputError(
@@ -79,24 +77,13 @@ def _is_virtual(model: nn.Module) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def _check_compiler() -> None:
-    """Raise before torch 2.10, whose compiler never shows a region to a dispatch mode."""
-    from torch._inductor import config
-
-    if not hasattr(config, "wrap_inductor_compiled_regions"):
-        raise InputError(
-            f"compile_blocks: needs torch 2.10 or newer, not {torch.__version__}; leave the blocks "
-            "as they are"
-        )
-
-
 def _compiler_options(*, is_virtual: bool) -> dict[str, Any]:
     if is_virtual:
         try:
             from teraio.profiler.fake.compiled_regions import compile_without_code
         except (ImportError, AttributeError) as error:
             raise InputError(
-                f"compile_blocks: teraio knows the compiler of torch 2.10 to 2.15, not that of "
+                f"compile_blocks: teraio knows the compiler of torch 2.11 to 2.15, not that of "
                 f"{torch.__version__}; trace without compiled blocks"
             ) from error
         return {"backend": compile_without_code}

@@ -7,7 +7,6 @@ turn. Results are nonsense wherever they come from another rank; with fake tenso
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -65,9 +64,7 @@ def _measures() -> Iterator[contextlib.AbstractContextManager[Any]]:
     # Meshes compute with the numbers of their ranks, which fake tensors do not have.
     yield mock.patch.object(DeviceMesh, "__init__", _outside_fake_mode(DeviceMesh.__init__))
     # Distributed tensors learn shapes from fake ones of their own: those of the caller are kernels.
-    # PyTorch 2.9 always does so.
-    if hasattr(_sharding_prop, "detect_fake_mode"):
-        yield mock.patch.object(_sharding_prop, "detect_fake_mode", _no_fake_mode)
+    yield mock.patch.object(_sharding_prop, "detect_fake_mode", _no_fake_mode)
     # They remember what they have learnt, and wait for a collective where its result is first used.
     asked = collectives._are_we_tracing
     for module in [m for n, m in sys.modules.items() if n.startswith("torch.distributed.")]:
@@ -77,9 +74,6 @@ def _measures() -> Iterator[contextlib.AbstractContextManager[Any]]:
     # Waiting returns the very tensor; for a compiler it returns another.
     wait = torch.ops._c10d_functional.wait_tensor.default
     yield mock.patch.dict(fake_impls.op_implementations_dict, {wait: _return_same})
-    # PyTorch 2.9 and 2.10 learn how transfers of fake tensors look only from this module of theirs.
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::recv_", "Meta"):
-        importlib.import_module("torch.distributed._tools.fake_collectives")
     # A transfer under way holds what it sends.
     yield mock.patch.object(
         distributed.ProcessGroup, "send", _holding(distributed.ProcessGroup.send)
@@ -149,7 +143,7 @@ def _take_measures(stack: contextlib.ExitStack) -> None:
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"parallel training: PyTorch {torch.__version__} is not made like those that teraio "
-            f"knows, 2.9 to 2.13 ({error})"
+            f"knows, 2.11 to 2.15 ({error})"
         ) from error
 
 
@@ -162,6 +156,6 @@ def _make_store() -> Any:
     except ImportError as error:
         raise InputError(
             f"parallel training: PyTorch {torch.__version__} has no fake process group; teraio "
-            "knows the one of torch 2.9 to 2.13"
+            "knows the one of torch 2.11 to 2.15"
         ) from error
     return FakeStore()

@@ -23,6 +23,8 @@ from teraio.profiler.training.loop import autocast, random_batch
 from teraio.profiler.training.setup import TrainingSetup
 
 _PRIVATE_METHODS = ("_initialize_stage", "_step_microbatches")
+_LATER_METHOD = "_initialize_pipeline_distributed_state"
+"""Of torch 2.15, or 2.14: what a stage receives lives longer there than its fake would tell."""
 
 
 class Pipeline:
@@ -174,9 +176,14 @@ class _Schedule(Schedule1F1B):
 
 
 def _check_pytorch() -> None:
+    known = "teraio knows the schedules of torch 2.11 to 2.13"
     missing = [name for name in _PRIVATE_METHODS if not hasattr(Schedule1F1B, name)]
     if missing:
         raise InputError(
-            f"pipeline: PyTorch {torch.__version__} has no Schedule1F1B.{missing[0]}; "
-            "teraio knows the schedules of torch 2.9 to 2.13"
+            f"pipeline: PyTorch {torch.__version__} has no Schedule1F1B.{missing[0]}; {known}"
+        )
+    if hasattr(Schedule1F1B, _LATER_METHOD):
+        raise InputError(
+            f"pipeline: PyTorch {torch.__version__} has Schedule1F1B.{_LATER_METHOD}, and keeps "
+            f"what it receives otherwise; {known}"
         )

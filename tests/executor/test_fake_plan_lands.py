@@ -82,8 +82,9 @@ def trained(setup: TrainingSetup, plan: Plan | None, *, on: str = "cpu", **optio
         with teraio.execute(plan, training.model, training.optimizer, **options) as run:
             for _ in range(STEPS):
                 training.run_iteration()
-        assert run._mode is not None
-        landing = run._mode.adaptation.landing
+            mode = run._mode  # The run lets go of it when it is over.
+        assert mode is not None
+        landing = mode.adaptation.landing
         result = Landed(run.report, plan, plan if landing is None else landing.plan)
     # What stays on a GPU counts in the budget of the run that follows.
     tensors = {name: p.detach().cpu().clone() for name, p in training.model.named_parameters()}

@@ -95,6 +95,16 @@ def test_a_collector_that_is_off_is_left_alone() -> None:
         gc.enable()
 
 
+def test_what_python_itself_has_set_aside_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some hundred objects, in Python 3.12."""
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: count() or 375)
+    collector = QuietCollector(is_wanted=True)
+    collector.start()
+    assert count() > 10_000
+    collector.stop()
+
+
 def test_what_others_have_set_aside_stays_so() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()

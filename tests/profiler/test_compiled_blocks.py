@@ -29,11 +29,7 @@ from teraio.profiler.trace_building import build_trace
 from teraio.profiler.training import TrainingSetup, build_training
 from teraio.traces.trace import Trace
 
-pytestmark = [
-    pytest.mark.skipif(
-        not hasattr(inductor_config, "wrap_inductor_compiled_regions"), reason="needs torch 2.10"
-    ),
-    # What torch says of itself while it compiles.
+pytestmark = [  # What torch says of itself while it compiles.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -222,13 +218,6 @@ def test_a_block_whose_sizes_depend_on_data_is_named() -> None:
         tokens = torch.zeros(2, 8, dtype=torch.long)
         with pytest.raises(InputError, match=r"^blocks.0: cannot be compiled .* data-dependent"):
             model(tokens, tokens)
-
-
-def test_a_compiler_that_hides_its_regions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch 2.9."""
-    monkeypatch.delattr(inductor_config, "wrap_inductor_compiled_regions")
-    with pytest.raises(InputError, match=r"^compile_blocks: needs torch 2\.10 or newer, not \d"):
-        compile_blocks(build_model("tiny-llama", layers=1))
 
 
 def test_a_compiler_that_teraio_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
