@@ -7,8 +7,8 @@ import torch
 from teraio.errors import MissingDependencyError
 
 OLDEST = (2, 11)
-"""The oldest that was tried on a GPU. In 2.9 a weak reference to a storage may die while that lives:
-a run would take it for freed, and give its copy in host memory to another.
+"""The oldest that was tried on a GPU. In 2.9 a weak reference to a storage may die before that
+does: a run would take it for freed, and give its copy in host memory to another.
 """
 
 
