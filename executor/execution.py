@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,17 +11,16 @@ import torch
 
 from teraio.contracts.hardware import HOST
 from teraio.contracts.plan import Plan
-from teraio.contracts.plan_checks import find_violations
 from teraio.contracts.timeline import Timeline
-from teraio.errors import InputError, OffloadWarning
+from teraio.errors import InputError
 from teraio.executor.compiled_regions import CompiledRegionGuard
+from teraio.executor.executable import check_executable
 from teraio.executor.gpu_memory import memory_for
 from teraio.executor.homes import Homes
 from teraio.executor.host_room import host_bytes_to_take
 from teraio.executor.interrupt_guard import InterruptGuard
 from teraio.executor.leaving import ON_EXIT
 from teraio.executor.mode import ExecutorMode
-from teraio.executor.optimizer_in_backward import NAME as IN_BACKWARD
 from teraio.executor.optimizer_in_backward import OptimizerInBackward
 from teraio.executor.parallel_mode import ParallelMode
 from teraio.executor.planned_places import planned_bytes_per_device, verifying
@@ -50,6 +48,7 @@ from teraio.executor.tiers import Tiers, open_tiers
 from teraio.profiler.allocator_settings import exact_blocks
 from teraio.profiler.scripts import run_script as run_training_script
 from teraio.profiler.scripts import use_device_of_rank
+from teraio.profiler.torch_version import check_torch_version
 from teraio.units import parse_bytes
 
 ON_DRIFT = ("fetch", "stop")
@@ -114,13 +113,23 @@ class Execution(RunContents):
         self._mode: ExecutorMode | None = None
         self._report: RunReport | None = None
         self._iteration_seconds: list[float] = []
+        self._is_over = False
         check_executable(plan)
 
     def __enter__(self) -> Self:
-        if self._mode is not None or self._report is not None:
+        if self._mode is not None or self._is_over:
             raise InputError("execute: a run is entered once; call teraio.execute again")
+        check_torch_version()
         check_rank(self.plan, *current_rank())
         check_device(self._models)
+        try:
+            self._begin()
+        except BaseException:
+            self._forget_mode()
+            raise
+        return self
+
+    def _begin(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(exact_blocks(self._device_type))
             tiers = self._open_tiers()
@@ -146,17 +155,16 @@ class Execution(RunContents):
             stack.callback(handle.end, discards=self._discards)
             mode.start()
             self._stack = stack.pop_all()
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         if isinstance(exception[1], Exception):
             name_rank(exception[1])
         try:
             self._stack.__exit__(*exception)
-        finally:
-            self._report = self._make_report()
-            self._iteration_seconds = self.iteration_seconds
-            self._let_go()
+        except BaseException:
+            self._close_books(is_failing=True)
+            raise
+        self._close_books(is_failing=exception[1] is not None)
 
     def step(self) -> None:
         """Mark the end of a loop's iteration; needed only where no ``torch.optim`` one steps."""
@@ -186,12 +194,25 @@ class Execution(RunContents):
         """Length of every complete iteration so far, warm-up included."""
         return self._mode.log.seconds() if self._mode else list(self._iteration_seconds)
 
-    def _let_go(self) -> None:
-        """Who keeps the report does not mean to keep the model, and its memory on the GPU."""
+    def _close_books(self, *, is_failing: bool) -> None:
+        """Make the report. Who keeps that does not mean to keep the model, and its memory."""
+        self._is_over = True
+        try:
+            self._report = self._make_report()
+            self._iteration_seconds = self.iteration_seconds
+        except Exception:
+            # After an error of the GPU it cannot be asked any more, and that error matters more.
+            if not is_failing:
+                raise
+        finally:
+            self._forget_mode()
+            self._models = self._optimizers = ()
+            self._stack = ExitStack()
+
+    def _forget_mode(self) -> None:
         if self._mode is not None:
             self._mode.names.forget()
-        self._mode, self._models, self._optimizers = None, (), ()
-        self._stack = ExitStack()
+            self._mode = None
 
     def _open_tiers(self) -> Tiers:
         hardware, metadata = self.plan.hardware, self.plan.metadata
@@ -255,7 +276,8 @@ class Execution(RunContents):
 
     def _make_report(self) -> RunReport:
         if self._mode is None:
-            raise RuntimeError("the run has not begun: enter the `with teraio.execute(...)` block")
+            state = "ended by an error before it could report" if self._is_over else "has not begun"
+            raise RuntimeError(f"the run {state}: enter the `with teraio.execute(...)` block")
         return make_report(
             self._mode.log,
             self.plan,
@@ -342,25 +364,6 @@ def run_script(
     with execution:
         run_training_script(script, arguments)
     return execution.report
-
-
-def check_executable(plan: Plan) -> None:
-    """Raise InputError for a plan whose structure is wrong or whose transform only a simulation
-    can carry out; warn of one that does not fit.
-    """
-    transform = plan.metadata.transform
-    if transform not in (None, IN_BACKWARD):
-        raise InputError(
-            f"plan: made for training changed by {transform}, which is simulated only; of "
-            f"transforms, {IN_BACKWARD} alone can be executed"
-        )
-    verdict = find_violations(plan).verification()
-    if not verdict.valid:
-        first = verdict.violations[0]
-        raise InputError(f"plan: {first} ({verdict.num_violations} violations; not executed)")
-    if not verdict.fits:
-        message = "the plan does not fit its budgets; what is missing is moved on demand"
-        warnings.warn(message, OffloadWarning, stacklevel=4)
 
 
 def _budget(value: int | str | None, default: int, field: str) -> int:

@@ -130,14 +130,18 @@ class IterationLog:
         on_plan = [*self._older_steady_seconds, *(r.seconds for r in warm if r.is_on_plan)]
         return on_plan or [*self._older_warm_seconds, *(r.seconds for r in warm)] or self.seconds()
 
-    def host_lead_seconds(self, record: IterationRecord) -> float | None:
-        """How far the training thread was ahead of the GPU at a complete iteration's end; None on a
-        CPU, which runs each kernel as it is issued.
+    def host_lead_seconds(self) -> list[float | None]:
+        """How far the training thread was ahead of the GPU at the end of each recent iteration;
+        None on a CPU, which runs each kernel as it is issued. Waits for the GPU.
         """
-        if self._clock is None or record.end_event is None:
-            return None
-        record.end_event.synchronize()
-        return max(0.0, self._clock.seconds(record.end_event) - record.end_seconds)
+        if not self._is_gpu:
+            return [None for _ in self.recent]
+        # A clock of this moment: over hours the GPU's and the host's drift apart.
+        clock = CudaClock()
+        return [
+            None if record.end_event is None else lead_seconds(record, clock)
+            for record in self.recent
+        ]
 
     def kernel(self, kernel: int, start_seconds: float, end_seconds: float) -> None:
         """An operator ran on the host's clock."""
@@ -250,3 +254,10 @@ class IterationLog:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def lead_seconds(record: IterationRecord, clock: CudaClock) -> float:
+    """From when an iteration's end was issued until the GPU had reached it."""
+    assert record.end_event is not None
+    record.end_event.synchronize()
+    return max(0.0, clock.seconds(record.end_event) - record.end_seconds)

@@ -19,9 +19,9 @@ class IterationFigures:
     """One complete iteration of a run.
 
     ``host_lead_seconds`` is how far the training thread was ahead of the GPU at its end (None on a
-    CPU): near 0 the GPU waits for Python. ``relocated_bytes`` were copied within the GPU;
-    ``allocator_looks``: how often its allocator was asked how its memory is laid out, some
-    milliseconds each.
+    CPU): near 0 the GPU waits for Python, or the loop has just waited for it (``loss.item()``).
+    ``relocated_bytes`` were copied within the GPU; ``allocator_looks``: how often its allocator was
+    asked how its memory is laid out, some milliseconds each.
     """
 
     seconds: float
@@ -113,7 +113,7 @@ def make_report(
         cold_start_seconds=log.cold_start_seconds,
         ssd_files=tuple(tiers.file_uses),
         verified_reads=tiers.num_verified,
-        recent=tuple(_figures(log, record) for record in log.recent),
+        recent=tuple(map(_figures, log.recent, log.host_lead_seconds())),
         timeline=build_timeline(
             log,
             rank=metadata.rank,
@@ -125,11 +125,11 @@ def make_report(
     )
 
 
-def _figures(log: IterationLog, record: IterationRecord) -> IterationFigures:
+def _figures(record: IterationRecord, host_lead_seconds: float | None) -> IterationFigures:
     return IterationFigures(
         seconds=record.seconds,
         is_on_plan=record.is_on_plan and not record.is_warm_up,
-        host_lead_seconds=log.host_lead_seconds(record),
+        host_lead_seconds=host_lead_seconds,
         relocated_bytes=record.traffic.relocated_bytes,
         allocator_looks=record.traffic.allocator_looks,
     )

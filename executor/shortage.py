@@ -23,6 +23,6 @@ def why_no_room(residency: Residency, need_bytes: int, protected: Collection[Hol
         f"kernel {residency.kernel} needs {format_bytes(need_bytes)} more, but of the GPU budget "
         f"of {format_bytes(residency.capacity_bytes)} {format_bytes(residency.used_bytes)} cannot "
         f"leave ({format_bytes(in_use_bytes)} used by it, {format_bytes(fixed_bytes)} pinned down "
-        f"by NumPy, pointers or communication, {format_bytes(max(0, unknown_bytes))} of no storage "
-        "of the training); raise --gpu-memory"
+        f"by NumPy, pointers or communication, {format_bytes(max(0, unknown_bytes))} of nothing "
+        "that the run has used: libraries' workspaces, other models); raise --gpu-memory"
     )

@@ -16,6 +16,7 @@ from teraio.profiler.operators import AUTOMATIC_BUCKETS
 from teraio.profiler.raw_kernels import RawKernels
 from teraio.profiler.recorder import Recorder
 from teraio.profiler.scripts import run_script, use_device_of_rank
+from teraio.profiler.torch_version import check_torch_version
 from teraio.profiler.trace_building import build_trace
 from teraio.traces.trace import Trace
 
@@ -32,6 +33,7 @@ class Profile:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        check_torch_version()
         with ExitStack() as stack:
             stack.enter_context(exact_blocks(self._recorder.device_type))
             stack.enter_context(self._recorder)

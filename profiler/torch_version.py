@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from teraio.errors import MissingDependencyError
@@ -14,8 +16,8 @@ does: a run would take it for freed, and give its copy in host memory to another
 
 def check_torch_version() -> None:
     """Raise MissingDependencyError for an older PyTorch."""
-    parts = torch.__version__.split(".")[:2]
-    if tuple(int(part) for part in parts) < OLDEST:
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is not None and (int(found[1]), int(found[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise MissingDependencyError(
             f"PyTorch {torch.__version__} is too old, teraio needs {oldest} or newer: pip install "

@@ -58,6 +58,7 @@ class CompilationWatch(event.Listener):  # type: ignore[misc,unused-ignore]
         self._tell = tell
         self._depth = 0
         self._began = 0.0
+        self._has_told = False
 
     def __enter__(self) -> Self:
         event.register("numba:compile", self)  # type: ignore[no-untyped-call]
@@ -70,8 +71,9 @@ class CompilationWatch(event.Listener):  # type: ignore[misc,unused-ignore]
         """A function is compiled; those that it calls may be within its time."""
         if self._depth == 0:
             self._began = time.perf_counter()
-            if self._tell is not None:
-                self._tell("compiling for this machine, once")
+            if self._tell is not None and not self._has_told:
+                self._has_told = True
+                self._tell("compiling first, which a machine does once")
         self._depth += 1
 
     def on_end(self, event: Any) -> None:

@@ -178,6 +178,10 @@ class StreamQueues:
         self._is_closed = True
         for stream in self._streams.values():
             stream.synchronize()
+        for transfers in self._outstanding.values():
+            for transfer in transfers:
+                # Whoever keeps it, for a report, does not keep what it has moved.
+                transfer.wait()
         self._outstanding.clear()
         self._in_flight = InFlight()
         self._arena = torch.empty(0, dtype=torch.uint8)

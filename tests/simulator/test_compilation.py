@@ -22,7 +22,8 @@ def test_it_is_said_once_and_counted() -> None:
     told: list[str] = []
     with CompilationWatch(told.append) as watch:
         assert outer(1) == 4
-    assert told == ["compiling for this machine, once"]
+        assert function_and_caller()(1) == 4
+    assert told == ["compiling first, which a machine does once"]
     assert 0 < watch.seconds < 60
 
 
