@@ -47,7 +47,7 @@ def compiled_and_cached(function: Function) -> Function:
         return cast(Function, numba.njit(nogil=True, **_OPTIONS)(function))
 
 
-class CompilationWatch(event.Listener):  # type: ignore[misc,unused-ignore]
+class CompilationWatch(event.Listener):
     """Within its block: the seconds for which numba compiled, 0 where its machine code was on disk.
 
     ``tell`` gets a line of text when that begins: the first plan on a machine waits for it.
@@ -61,11 +61,11 @@ class CompilationWatch(event.Listener):  # type: ignore[misc,unused-ignore]
         self._has_told = False
 
     def __enter__(self) -> Self:
-        event.register("numba:compile", self)  # type: ignore[no-untyped-call]
+        event.register("numba:compile", self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        event.unregister("numba:compile", self)  # type: ignore[no-untyped-call]
+        event.unregister("numba:compile", self)
 
     def on_start(self, event: Any) -> None:
         """A function is compiled; those that it calls may be within its time."""

@@ -11,18 +11,24 @@ import pytest
 import torch
 
 import teraio
+from teraio.contracts.plan import Plan
 from teraio.errors import InputError
 from teraio.executor.execution import Execution
 from teraio.executor.mode import ExecutorMode
 from teraio.planner import evict_everything
 
 
+def plan_of(training: Any, machine: Any) -> Plan:
+    """Within 70 % of what the training takes."""
+    trace = training.trace()
+    return teraio.plan(trace, machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes)))
+
+
 @pytest.fixture
 def ended(case: Any, machine: Any) -> Iterator[tuple[Execution, list[weakref.ref[Any]]]]:
     """A run that is over, and what it held: nothing but counting references frees it here."""
     training = case()
-    trace = training.trace()
-    plan = teraio.plan(trace, machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes)))
+    plan = plan_of(training, machine)
     model, optimizer = training.build()
     first = next(model.parameters())
     held = [weakref.ref(held) for held in (model, optimizer, first, first.untyped_storage())]
@@ -68,8 +74,7 @@ def test_an_error_of_the_training_is_not_hidden(
 ) -> None:
     """By one of the report, which after an error of the GPU nobody can make."""
     training = case()
-    trace = training.trace()
-    plan = teraio.plan(trace, machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes)))
+    plan = plan_of(training, machine)
     model, optimizer = training.build()
     held = weakref.ref(model)
 
@@ -97,8 +102,7 @@ def test_a_run_that_could_not_begin_keeps_no_model(
     case: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = case()
-    trace = training.trace()
-    plan = teraio.plan(trace, machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes)))
+    plan = plan_of(training, machine)
 
     def fail(_: Any) -> None:
         raise ValueError("cannot begin")
