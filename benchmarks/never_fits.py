@@ -7,12 +7,16 @@
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json --until plan \
         --hardware PROBED      # the prediction again, by what the machine turned out to be
+    python benchmarks/never_fits.py --kept FOLDER --hardware PROBED --time-kernels --steps 12
 
 The model is traced without a GPU, planned for the machine at hand, built inside the run, every
 parameter in its tier, and trained; with --reference also without any offloading, and the losses are
-compared bit for bit. Prints one JSON object at the end. --kept is a folder for trace and plan, made
-once, so that planning and running can be done apart. --output gets what is known after every step;
-a run or a reference that is whole there is not repeated. --smoke is a run of seconds on a CPU.
+compared bit for bit (with deterministic algorithms, which take longer). Prints one JSON object at
+the end. --kept is a folder for trace and plan, made once, so that planning and running can be done
+apart. --time-kernels: the step is predicted with what the model's kernels take on this GPU, as
+`teraio time` finds out, and not with what the trace's table of GPUs says. --output gets what is
+known after every step; a run or a reference that is whole there is not repeated. --smoke is a run
+of seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +67,12 @@ import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.executor.stores import FileUse
+from teraio.profiler import time_kernels
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+WARM_UP = 4
+"""Steps before those that count: the first has no moves yet, and memory settles after it."""
 
 SMOKE_MODEL = "tiny-llama"
 SMOKE_BOUNCE_BYTES = 2**18
@@ -90,7 +98,7 @@ REPORTED = (
 
 SUBJECT = (
     *("model", "micro_batch_size", "sequence", "checkpoint", "optimizer", "transform"),
-    *("gpu_memory", "spare_gpu", "host_memory", "planner", "steps", "device"),
+    *("gpu_memory", "spare_gpu", "host_memory", "planner", "time_kernels", "steps", "device"),
 )
 """Options that decide what is found."""
 
@@ -105,7 +113,7 @@ def main() -> None:
         _fit_to_toy(options, trace)
     plan = _plan(options, trace)
     findings = Findings(options.output, {name: getattr(options, name) for name in SUBJECT})
-    for name, value in _figures(options, trace, plan).items():
+    for name, value in _figures(options, _timed(options, trace), plan).items():
         findings.add(name, value)
     say(f"predicted {format_seconds(findings['predicted_seconds'])} a step")
     if options.until == "run":
@@ -160,8 +168,10 @@ def _arguments() -> argparse.Namespace:
         "--kept", type=Path, help="folder for trace and plan, used if they are there"
     )
     parser.add_argument("--output", type=Path, help="file of what is known after every step")
+    parser.add_argument("--time-kernels", action="store_true", help="predict with their times here")
+    parser.add_argument("--timeline", type=Path, help="folder for what a late step did")
     parser.add_argument("--until", choices=("plan", "run"), default="run")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save", type=Path, help="save the state there at the end, and time it")
     parser.add_argument("--reference", action="store_true", help="train without offloading too")
     parser.add_argument("--device", default="cuda")
@@ -180,7 +190,7 @@ def _setting(options: argparse.Namespace) -> Setting:
         micro_batch_size=options.micro_batch_size,
         sequence=options.sequence,
         optimizer=options.optimizer,
-        exact=True,
+        exact=options.reference,
         device=options.device,
     )
 
@@ -203,6 +213,23 @@ def _trace(options: argparse.Namespace, setting: Setting) -> Trace:
         f"{format_bytes(trace.peak_allocated_bytes)}, state {format_bytes(_state_bytes(trace))}"
     )
     return trace
+
+
+def _timed(options: argparse.Namespace, trace: Trace) -> Trace:
+    """The trace with the times of its kernels on this GPU, where that was asked for."""
+    if not options.time_kernels:
+        return trace
+    began = time.perf_counter()
+    timings = time_kernels(trace, device=options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        untimed = Path(folder) / "untimed.trace"
+        trace.save(untimed)
+        timed = teraio.trace(untimed, gpu="h200", timings=timings)
+    say(
+        f"kernels timed in {time.perf_counter() - began:.0f} s: ideal "
+        f"{format_seconds(timed.ideal_seconds)}, by the table {format_seconds(trace.ideal_seconds)}"
+    )
+    return timed
 
 
 def _state_bytes(trace: Trace) -> int:
@@ -284,17 +311,19 @@ def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str,
         "ssd_bytes_written": metadata.ssd_bytes_written,
         "planner": metadata.planner,
         "predicted_seconds": _predicted_seconds(options, trace, plan),
-        "ideal_seconds": plan.ideal_seconds,
+        "ideal_seconds": trace.ideal_seconds,
+        "kernels_timed": options.time_kernels,
         "lower_bound_seconds": metadata.lower_bound_seconds,
     }
 
 
 def _predicted_seconds(options: argparse.Namespace, trace: Trace, plan: Plan) -> float:
     """Of a step, by the hardware that was given, which need not be the one that was planned for."""
-    if options.hardware == "probe":
+    if options.hardware == "probe" and not options.time_kernels:
         return plan.predicted_seconds
+    machine = plan.hardware if options.hardware == "probe" else _machine(options)
     budgets = plan.metadata.gpu_memory_bytes, plan.metadata.host_memory_bytes
-    machine = _machine(options).with_budgets(*budgets)
+    machine = machine.with_budgets(*budgets)
     return teraio.simulate(trace, plan, machine, record=False).iteration_seconds
 
 
@@ -338,6 +367,9 @@ def _train(
         marks[2] - marks[1],
     )
     figures["measured_seconds"] = run.report.measured_seconds
+    figures["recent"] = [asdict(each) for each in run.report.recent]
+    if options.timeline is not None:
+        run.report.timeline.save(options.timeline)
     figures["ssd_files"] = [vars(use) for use in run.report.ssd_files]
     _say_rates(run.report.ssd_files, plan.hardware)
     figures["made_on"] = made_on(options.device)
@@ -382,7 +414,7 @@ def _steps(
     return {
         "losses": losses,
         "all_step_seconds": seconds,
-        "step_seconds": statistics.median(seconds[2:] or seconds),
+        "step_seconds": statistics.median(seconds[WARM_UP:] or seconds[2:] or seconds),
     }
 
 

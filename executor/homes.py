@@ -3,7 +3,8 @@
 In its first step a run has its plan's places but not yet its moves. What is evicted then goes to
 the place that the plan has for it, so that nothing has to be moved again before the plan is
 followed, and so that a plan whose arenas fill the tiers leaves the first step room too. Who has no
-such place takes the overflow area, and at last any gap in the arenas.
+such place takes what host memory has left, between the plan's storages too, then the overflow area
+of a disk, and at last any gap in the arenas.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Homes:
         """A slot for a storage without a copy. Raises CapacityError if no tier has room."""
         tiers, nbytes = self._mode.residency.tiers, holding.state.nbytes
         if self._mode.position.state is not RunState.FOLLOWING:
-            home = self._home_of(holding)
-            if home is not None:
-                return home
+            slot = self._home_of(holding) or self._host_slot(nbytes)
+            if slot is not None:
+                return slot
         try:
             return tiers.overflow_slot(nbytes)
         except CapacityError:
-            gap = self._gap_for(holding)
+            gap = next(filter(None, (self._gap(name, nbytes) for name in tiers.stores)), None)
             if gap is None:
                 raise
             return gap
@@ -70,19 +71,22 @@ class Homes:
         self._num_states, self._num_nameless = num_states, 0
         self._mode.bind_names()
 
-    def _gap_for(self, holding: Holding) -> Slot | None:
-        """The smallest gap between the storages that lie in the arenas, host memory first."""
-        tiers, nbytes = self._mode.residency.tiers, holding.state.nbytes
-        for name in sorted(tiers.stores, key=lambda name: name != HOST):
-            store = tiers.stores[name]
-            fitting = [
-                (end - begin, begin)
-                for begin, end in self._gaps(name, store.alignment_bytes)
-                if end - begin >= round_up(nbytes, store.alignment_bytes)
-            ]
-            if fitting:
-                return self._slot(name, min(fitting)[1], nbytes)
-        return None
+    def _host_slot(self, nbytes: int) -> Slot | None:
+        """Host memory, be it planned for others that are not there yet: no disk is as fast."""
+        tiers = self._mode.residency.tiers
+        if HOST not in tiers.stores:
+            return None
+        return tiers.slot_in(HOST, nbytes) or self._gap(HOST, nbytes)
+
+    def _gap(self, device: str, nbytes: int) -> Slot | None:
+        """The smallest gap between the storages that lie in an arena."""
+        alignment_bytes = self._mode.residency.tiers.stores[device].alignment_bytes
+        fitting = [
+            (end - begin, begin)
+            for begin, end in self._gaps(device, alignment_bytes)
+            if end - begin >= round_up(nbytes, alignment_bytes)
+        ]
+        return self._slot(device, min(fitting)[1], nbytes) if fitting else None
 
     def _gaps(self, device: str, alignment_bytes: int) -> Iterator[tuple[int, int]]:
         end_bytes = self._arena_bytes.get(device, 0)

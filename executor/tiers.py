@@ -59,22 +59,29 @@ class Tiers:
         stores = self.stores.values()
         return sum(x.num_verified for x in stores if isinstance(x, VerifiedStore))
 
-    def overflow_slot(self, nbytes: int, preferred: str | None = None) -> Slot:
+    def overflow_slot(self, nbytes: int) -> Slot:
         """A slot outside the plan's arenas. Raises CapacityError if no tier has room."""
         failures = ""
-        for name in self._in_order_of_preference(preferred):
+        for name in self._in_order_of_preference():
             try:
-                offset_bytes = self._allocate(name, nbytes)
+                slot = self.slot_in(name, nbytes)
             except StoreError as error:
                 failures += f"; {error}"  # A full disk, where another tier may have room.
                 continue
-            if offset_bytes is not None:
-                return Slot(self.stores[name], offset_bytes, nbytes, is_overflow=True)
+            if slot is not None:
+                return slot
         rooms = {name: self._room_bytes(name) for name in self.stores}
         raise CapacityError(
             f"no tier has room for {nbytes} bytes that must leave the GPU (left: {rooms}); "
             f"give more --host-memory or a larger SSD{failures}"
         )
+
+    def slot_in(self, name: str, nbytes: int) -> Slot | None:
+        """A slot of one device outside the plan's arena; None if it has no room there."""
+        offset_bytes = self._allocate(name, nbytes)
+        if offset_bytes is None:
+            return None
+        return Slot(self.stores[name], offset_bytes, nbytes, is_overflow=True)
 
     def free(self, slot: Slot) -> None:
         """Give an overflow slot back."""
@@ -91,15 +98,10 @@ class Tiers:
         if errors:
             raise errors[0]
 
-    def _in_order_of_preference(self, preferred: str | None) -> list[str]:
+    def _in_order_of_preference(self) -> list[str]:
         ssds = [name for name in self.stores if name != HOST]
         order = sorted(ssds, key=self._room_bytes, reverse=True)
-        if HOST in self.stores:
-            order.insert(0, HOST)
-        if preferred in self.stores:
-            order.remove(preferred)
-            order.insert(0, preferred)
-        return order
+        return [HOST, *order] if HOST in self.stores else order
 
     def _room_bytes(self, name: str) -> int:
         store = self.stores[name]

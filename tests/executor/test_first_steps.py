@@ -17,8 +17,10 @@ from teraio.contracts.plan import Copies, Plan
 from teraio.executor import storage_memory
 from teraio.executor.gpu_memory import CompactMemory
 from teraio.executor.holding import Holding
+from teraio.executor.homes import Homes
 from teraio.executor.mode import ExecutorMode
 from teraio.executor.placement import Placement
+from teraio.executor.plan_position import RunState
 from teraio.executor.residency import Residency
 from teraio.executor.stores import HostStore
 from teraio.executor.tiers import Slot, Tiers
@@ -71,6 +73,49 @@ def test_a_copy_that_finds_its_place_taken_is_made_later(small_plan: Plan) -> No
         assert weight.slot is not None
         assert weight.slot.offset_bytes == 0
         assert not placement.is_unsettled
+    finally:
+        tiers.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "places"),
+    [
+        (RunState.COLD, [("host", 0), ("host", 16 * KIB), ("ssd0", 0)]),
+        (RunState.FOLLOWING, [("ssd0", 0), ("ssd0", 16 * KIB), ("ssd0", 32 * KIB)]),
+    ],
+)
+def test_host_memory_before_a_disk(
+    small_plan: Plan, state: RunState, places: list[tuple[str, int]]
+) -> None:
+    """In the first step, places of a full host are for whoever leaves; later for whom they are
+    planned.
+    """
+    disk: Any = HostStore(64 * KIB)
+    disk.name = "ssd0"
+    arenas = {"host": 32 * KIB, "ssd0": 0}
+    tiers = Tiers({"host": HostStore(32 * KIB), "ssd0": disk}, arenas)
+    try:
+        residency = Residency(tiers, 64 * KIB)
+        registry = StorageRegistry("cpu", residency.note_death)
+        mode: Any = SimpleNamespace(
+            residency=residency,
+            registry=registry,
+            position=SimpleNamespace(state=state),
+            names=SimpleNamespace(optimizers=[]),
+            bind_names=lambda: False,
+        )
+        homes = Homes(mode, small_plan, arenas)
+        tensors = [torch.ones(16 * KIB, dtype=torch.uint8) for _ in places]
+        found = []
+        for tensor in tensors:
+            storage, _ = registry.find_or_add(tensor, lambda: (0, 0, 0), is_foreign=False)
+            assert storage is not None
+            holding = residency.adopt(storage)
+            slot = homes.find_slot(holding)
+            residency.offload(holding, slot)
+            residency.release(holding)
+            found.append((slot.store.name, slot.offset_bytes))
+        assert found == places
     finally:
         tiers.close()
 

@@ -358,7 +358,7 @@ class ExecutorSide:
     def _slot_at_start(self, engine: Engine, row: int, holding: Holding) -> Slot | None:
         storage, nbytes = engine.storages[row], holding.state.nbytes
         if storage["overflow_device"] >= 0:
-            return self.tiers.overflow_slot(nbytes, DEVICES[storage["overflow_device"]])
+            return self.tiers.slot_in(DEVICES[storage["overflow_device"]], nbytes)
         for number in range(storage["first_copy"], engine.storages[row + 1]["first_copy"]):
             copy = engine.copies[number]
             if copy["is_valid"]:
