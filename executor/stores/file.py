@@ -12,8 +12,8 @@ from teraio.executor.stores.base import MAX_CHUNK_BYTES, round_up
 from teraio.executor.stores.block_file import BlockFile
 from teraio.executor.stores.io_meter import FileUse
 from teraio.executor.stores.queued_store import QueuedStore
-from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer
-from teraio.executor.stores.staging import BUFFERS_PER_FILE, Staging
+from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer, Wait
+from teraio.executor.stores.staging import LEAST_BUFFERS_PER_FILE, Staging
 from teraio.executor.stores.striped_space import (
     Directories,
     as_directories,
@@ -54,11 +54,9 @@ class FileStore(QueuedStore):
             )
         device_type = torch.device(device).type
         folders = as_directories(directory)
-        bounce_buffers = _DIRECTIONS * BUFFERS_PER_FILE * len(folders)
-        stripes = Stripes(
-            len(folders),
-            whole_blocks(min(preferred_io_bytes, bounce_bytes // bounce_buffers), alignment_bytes),
-        )
+        bytes_per_file = bounce_bytes // (_DIRECTIONS * len(folders))
+        unit_bytes = min(preferred_io_bytes, bytes_per_file // LEAST_BUFFERS_PER_FILE)
+        stripes = Stripes(len(folders), whole_blocks(unit_bytes, alignment_bytes))
         reserved_bytes = round_up(reserved_bytes, alignment_bytes)
         with ExitStack() as undo:
             self._files: list[BlockFile] = []
@@ -71,7 +69,15 @@ class FileStore(QueuedStore):
                 undo.callback(file.close)
                 self._files.append(file)
             staging = {
-                is_write: Staging(self._files, stripes, device_type, name)
+                is_write: Staging(
+                    self._files,
+                    stripes,
+                    device_type,
+                    name,
+                    buffers_per_file=max(
+                        LEAST_BUFFERS_PER_FILE, bytes_per_file // stripes.unit_bytes
+                    ),
+                )
                 for is_write in (False, True)
             }
             undo.pop_all()
@@ -125,14 +131,12 @@ class FileStore(QueuedStore):
 
 
 class _Move:
-    """Sends each direction's chunks through its own bounce buffers."""
+    """Sends each direction's chunks through its own bounce buffers; does not wait for the end."""
 
     def __init__(self, staging: dict[bool, Staging]) -> None:
         self._staging = staging
 
-    def __call__(self, transfer: ThreadTransfer, begin: int, end: int) -> None:
+    def __call__(self, transfer: ThreadTransfer, begin: int, end: int) -> Wait:
         staging = self._staging[transfer.is_write]
-        if transfer.is_write:
-            staging.write(transfer, begin, end)
-        else:
-            staging.read(transfer, begin, end)
+        move = staging.write if transfer.is_write else staging.read
+        return move(transfer, begin, end)

@@ -1,11 +1,14 @@
 """Queues served by threads: transfers between CPU memory or files and a store.
 
-One thread per direction. All state is guarded by one condition, on which threads and waiting hosts
-sleep; copies run outside it and release the interpreter.
+One thread per direction begins transfers, in order. What is still under way when a move returns, a
+second thread awaits, so that the next transfer is on its way meanwhile. All state is guarded by one
+condition, on which threads and waiting hosts sleep; copies run outside it and release the
+interpreter.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import traceback
@@ -17,8 +20,14 @@ import torch
 from teraio.errors import StoreError
 from teraio.executor.stores.base import MAX_CHUNK_BYTES
 
-Move = Callable[["ThreadTransfer", int, int], None]
-"""Copies bytes ``begin`` .. ``end`` of a transfer, and returns when they have arrived."""
+Wait = Callable[[], None]
+"""Returns when what was begun has ended. Raises StoreError if it failed."""
+
+Move = Callable[["ThreadTransfer", int, int], Wait | None]
+"""Copies bytes ``begin`` .. ``end`` of a transfer. What has not arrived when it returns, the wait
+that it returns is for; None where everything has."""
+
+_Begun = tuple["ThreadTransfer", list[Wait], StoreError | None]
 
 
 class ThreadTransfer:
@@ -118,13 +127,19 @@ class ThreadQueues:
         # a whole, and the writes that have replaced a part of them.
         self._outstanding: list[ThreadTransfer] = []
         self._is_closing = False
+        self._begun: dict[bool, queue.SimpleQueue[_Begun | None]] = {
+            False: queue.SimpleQueue(),
+            True: queue.SimpleQueue(),
+        }
+        self._last_end_seconds = {False: 0.0, True: 0.0}
         self._threads = [
             threading.Thread(
-                target=self._serve_queue,
+                target=target,
                 args=(is_write,),
                 daemon=True,
-                name=f"teraio-{name}-{kind}",
+                name=f"{thread_prefix(name)}{kind}{end}",
             )
+            for target, end in ((self._serve_queue, ""), (self._end_begun, "-end"))
             for kind, is_write in (("read", False), ("write", True))
         ]
         for thread in self._threads:
@@ -171,8 +186,8 @@ class ThreadQueues:
             thread.join()
 
     def owns_current_thread(self) -> bool:
-        """Whether one of the two threads is asking."""
-        return threading.current_thread() in self._threads
+        """Whether one of the threads that serve this device is asking, of its disks too."""
+        return threading.current_thread().name.startswith(thread_prefix(self._name))
 
     def _prune(self) -> None:
         kept: list[ThreadTransfer] = []
@@ -189,6 +204,23 @@ class ThreadQueues:
     def _serve_queue(self, is_write: bool) -> None:
         for transfer in self._arrivals(is_write):
             self._serve(transfer)
+            del transfer
+        self._begun[is_write].put(None)
+
+    def _end_begun(self, is_write: bool) -> None:
+        """Await what has been begun, in that order."""
+        begun = self._begun[is_write].get()
+        while begun is not None:
+            transfer, waits, error = begun
+            for wait in waits:
+                try:
+                    wait()
+                except Exception as failure:
+                    error = error or _as_store_error(failure, self._name)
+            self._finish(transfer, error)
+            # While it sleeps, it keeps nobody's memory.
+            del begun, transfer, waits, error
+            begun = self._begun[is_write].get()
 
     def _arrivals(self, is_write: bool) -> Iterator[ThreadTransfer]:
         """Urgent transfers first; then the head, once what it must follow has ended."""
@@ -218,6 +250,7 @@ class ThreadQueues:
     def _serve(self, transfer: ThreadTransfer) -> None:
         transfer.start_seconds = time.perf_counter()
         error = transfer.inherited_error()
+        waits: list[Wait] = []
         try:
             if transfer.after is not None:
                 # A thread's GPU is the first one until it says otherwise.
@@ -226,20 +259,31 @@ class ThreadQueues:
                 transfer.after.synchronize()
                 transfer.start_seconds = time.perf_counter()
             if error is None:
-                self._move_in_chunks(transfer)
+                self._move_in_chunks(transfer, waits)
         except Exception as failure:  # A thread has no caller: whoever waits gets the error.
-            # Its frames hold the buffer, which must not live as long as the error does.
-            traceback.clear_frames(failure.__traceback__)
             error = _as_store_error(failure, self._name)
+        if waits:
+            self._begun[transfer.is_write].put((transfer, waits, error))
+        else:
+            self._finish(transfer, error)
+
+    def _finish(self, transfer: ThreadTransfer, error: StoreError | None) -> None:
         with self._condition:
+            # It was begun while the one before was on its way, whose time is not its own.
+            before_seconds = self._last_end_seconds[transfer.is_write]
+            transfer.start_seconds = max(transfer.start_seconds, before_seconds)
             transfer.finish(error)
+            self._last_end_seconds[transfer.is_write] = transfer.end_seconds
             self._condition.notify_all()
 
-    def _move_in_chunks(self, transfer: ThreadTransfer) -> None:
+    def _move_in_chunks(self, transfer: ThreadTransfer, waits: list[Wait]) -> None:
         for begin in range(0, transfer.nbytes, self._chunk_bytes):
             if begin > 0 and not transfer.is_urgent:
                 self._serve_urgent(transfer.is_write)
-            self._move(transfer, begin, min(begin + self._chunk_bytes, transfer.nbytes))
+            end = min(begin + self._chunk_bytes, transfer.nbytes)
+            wait = self._move(transfer, begin, end)
+            if wait is not None:
+                waits.append(wait)
 
     def _serve_urgent(self, is_write: bool) -> None:
         while True:
@@ -250,7 +294,14 @@ class ThreadQueues:
             self._serve(transfer)
 
 
+def thread_prefix(name: str) -> str:
+    """What names of threads that serve the device ``name`` begin with."""
+    return f"teraio-{name}-"
+
+
 def _as_store_error(failure: Exception, name: str) -> StoreError:
+    # Its frames hold the buffer, which must not live as long as the error does.
+    traceback.clear_frames(failure.__traceback__)
     if isinstance(failure, StoreError):
         return failure
     error = StoreError(f"{name}: transfer failed: {failure}")

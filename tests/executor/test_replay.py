@@ -23,7 +23,7 @@ from teraio.executor.probing import limits
 from teraio.executor.replaying import room
 from teraio.executor.replaying.plan_replay import Replay
 from teraio.executor.stores.host import HostStore
-from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer
+from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer, Wait
 from teraio.planner.plan_building import build_plan
 from teraio.planner.policies.evict_everything import evict_everything
 from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
@@ -99,9 +99,9 @@ def slow_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def slow_down(rate: float) -> None:
         move_in_chunks = ThreadQueues._move_in_chunks
 
-        def slower(queues: ThreadQueues, transfer: ThreadTransfer) -> None:
+        def slower(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Wait]) -> None:
             begun = time.perf_counter()
-            move_in_chunks(queues, transfer)
+            move_in_chunks(queues, transfer, waits)
             time.sleep(max(begun + transfer.nbytes / rate - time.perf_counter(), 0.0))
 
         monkeypatch.setattr(ThreadQueues, "_move_in_chunks", slower)
@@ -545,9 +545,11 @@ class TestGpu:
         """Seen on the device, without the host waiting for each; files have threads there too."""
         move_in_chunks = ThreadQueues._move_in_chunks
 
-        def spoil(queues: ThreadQueues, transfer: ThreadTransfer) -> None:
-            move_in_chunks(queues, transfer)
+        def spoil(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Wait]) -> None:
+            move_in_chunks(queues, transfer, waits)
             if not transfer.is_write:
+                for wait in waits:
+                    wait()
                 transfer.buffer.fill_(1)
                 torch.cuda.synchronize()
 

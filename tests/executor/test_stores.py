@@ -26,7 +26,7 @@ from teraio.executor.stores import (
     VerifiedStore,
     gds,
 )
-from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer
+from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer, Wait
 
 MIB = 2**20
 SIZES = [0, 1, 511, 512, 513, 4095, 4097, 3 * MIB + 5]
@@ -88,7 +88,7 @@ def make_store(
             )
         else:
             direct = False if kind == "page cache" else None
-            options |= {"preferred_io_bytes": 256 * 1024, "direct": direct}
+            options |= {"preferred_io_bytes": 256 * 1024, "direct": direct, "bounce_bytes": 4 * MIB}
             store = FileStore("ssd0", directory, capacity_bytes, **options)
             if kind == "verified":
                 store = VerifiedStore(store)
@@ -231,13 +231,13 @@ def hold_queued_reads(monkeypatch: pytest.MonkeyPatch) -> Future[Transfer]:
     move_in_chunks, begun = ThreadQueues._move_in_chunks, list[ThreadTransfer]()
     issued: Future[Transfer] = Future()
 
-    def held(queues: ThreadQueues, transfer: ThreadTransfer) -> None:
+    def held(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Wait]) -> None:
         if not (transfer.is_write or transfer.is_urgent):
             write = issued.result(60)
             if begun:
                 write.wait()
             begun.append(transfer)
-        move_in_chunks(queues, transfer)
+        move_in_chunks(queues, transfer, waits)
 
     monkeypatch.setattr(ThreadQueues, "_move_in_chunks", held)
     return issued
