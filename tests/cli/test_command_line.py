@@ -93,7 +93,7 @@ def test_help_starts_fast() -> None:
     seconds = []
     for _ in range(3):
         begin = _seconds_of_children()
-        assert _python("-m", "teraio.cli", "--help").returncode == 0
+        assert _python("-m", "teraio", "--help").returncode == 0
         seconds.append(_seconds_of_children() - begin)
     assert 0 < min(seconds) < 0.4
 
