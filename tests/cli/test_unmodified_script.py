@@ -57,8 +57,8 @@ def results(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("loss", "parameters"))]
 
 
-@pytest.mark.parametrize("zero_at", ["top", "bottom"])
-def test_profile_plan_run(zero_at: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("zero_at", "planner"), [("top", "optimal"), ("bottom", "greedy")])
+def test_profile_plan_run(zero_at: str, planner: str, tmp_path: Path) -> None:
     """Half of the memory, both ends of the loop: bit-identical, on plan, within the budget."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -69,7 +69,8 @@ def test_profile_plan_run(zero_at: str, tmp_path: Path) -> None:
     assert profiled["kernels"] > 100
     budget_bytes = int(profiled["peak_live_bytes"] * 0.6)
     budgets = ("--gpu-memory", budget_bytes, "--host-memory", "80MB")
-    teraio("plan", "--json", "t.trace", "--hardware", "cpu", *budgets, "-o", "t.plan", cwd=tmp_path)
+    planning = ("--hardware", "cpu", "--planner", planner, *budgets)
+    teraio("plan", "--json", "t.trace", *planning, "-o", "t.plan", cwd=tmp_path)
     disks = [tmp_path / "one", tmp_path / "two"]
     for disk in disks:
         disk.mkdir()

@@ -119,8 +119,9 @@ class Training:
         is_given: bool = True,
     ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
         """Losses, final parameters and states, and the report of a run under a plan."""
-        # What earlier runs leave on a GPU counts in the budget of this one.
-        gc.collect()
+        if self.device != "cpu":
+            # What earlier runs leave on a GPU counts in the budget of this one.
+            gc.collect()
         model, optimizer = self.build()
         step = step or self.step
         if plan is None:

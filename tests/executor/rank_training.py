@@ -1,7 +1,8 @@
 """One rank of parallel training: plain, profiled, planned and executed; run as a script.
 
-Arguments: folder, kind of parallelism, rank, world size, device type. Writes what it found, or
-fails: a rank's results must be those of plain training to the bit, whatever the plan.
+Arguments: folder, kinds of parallelism (a comma between them), rank, world size, device type.
+Writes what it found, or fails: a rank's results must be those of plain training to the bit,
+whatever the plan.
 """
 
 from __future__ import annotations
@@ -178,8 +179,20 @@ def differences(one: Any, other: Any) -> list[str]:
     return wrong
 
 
-def main(folder: str, kind: str, rank: int, world_size: int, device: str) -> None:
-    """Train in every way and write the findings to ``folder``."""
+def findings_of(kind: str, device: str, folder: str) -> dict[str, Any]:
+    """Train in every way: who this rank is, and what each plan did and changed."""
+    training = build(kind, device)
+    plain = [training.step(number, device) for number in range(STEPS)], training.tensors()
+    trace = profiled(kind, device)
+    findings: dict[str, Any] = {"world": [trace.metadata.rank, trace.metadata.world_size]}
+    for name, plan in plans(trace, device).items():
+        outcome, facts = executed(plan, kind, device, folder)
+        findings[name] = {**facts, "differences": differences(plain, outcome)}
+    return findings
+
+
+def main(folder: str, kinds: str, rank: int, world_size: int, device: str) -> None:
+    """Train with each kind of parallelism and write the findings to ``folder``."""
     warnings.simplefilter("ignore", OffloadWarning)
     torch.set_num_threads(1)
     if device == "cuda":
@@ -191,13 +204,7 @@ def main(folder: str, kind: str, rank: int, world_size: int, device: str) -> Non
         world_size=world_size,
         timeout=timedelta(seconds=180),
     )
-    training = build(kind, device)
-    plain = [training.step(number, device) for number in range(STEPS)], training.tensors()
-    trace = profiled(kind, device)
-    findings: dict[str, Any] = {"world": [trace.metadata.rank, trace.metadata.world_size]}
-    for name, plan in plans(trace, device).items():
-        outcome, facts = executed(plan, kind, device, folder)
-        findings[name] = {**facts, "differences": differences(plain, outcome)}
+    findings = {kind: findings_of(kind, device, folder) for kind in kinds.split(",")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(findings))
     distributed.destroy_process_group()
 

@@ -64,7 +64,7 @@ def test_plan_for_another_bandwidth(llama: Any, machine: Any) -> None:
     budget_bytes = trace.peak_allocated_bytes * 6 // 10
     real = machine(gpu_memory=budget_bytes)
     for factor in (0.01, 0.5, 100.0):
-        plan = teraio.plan(trace, _scaled(real, factor))
+        plan = teraio.plan(trace, _scaled(real, factor), planner="greedy")
         assert len(plan.moves) > 0
         outcome, report = training.executed(plan)
         plain.assert_same(outcome)

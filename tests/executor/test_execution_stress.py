@@ -30,18 +30,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+STEPS, LAYERS = 4, 2
+"""One step to learn and three by the plan, of a first layer and a last: more repeat these."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_evict_everything_changes_nothing(name: str, case: Any, machine: Any) -> None:
     """Losses, parameters and optimizer state are bit-identical over both stores, without a miss."""
-    training = case(**CASES[name])
+    options = CASES[name]
+    sizes = {"layers": LAYERS, **options.get("model_options", {})}
+    training = case(**{**options, "model_options": sizes})
     is_data_dependent = training.model == "tiny-moe"
-    plain = training.plain()
+    plain = training.plain(STEPS)
     with pytest.warns(OffloadWarning, match="shapes") if is_data_dependent else nullcontext():
         trace = training.trace()
     for tiers in ("host", "ssd"):
         plan = evict_everything(trace, machine(), tiers=tiers)
         assert len(plan.moves) > 100
-        outcome, report = training.executed(plan)
+        outcome, report = training.executed(plan, STEPS)
         plain.assert_same(outcome)
         assert report.warm_up_steps == 1
         if is_data_dependent:

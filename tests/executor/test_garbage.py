@@ -17,7 +17,8 @@ def test_steps_leave_no_cycles(case: Any, machine: Any) -> None:
     """
     training = case()
     trace = training.trace()
-    plan = teraio.plan(trace, machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes)))
+    hardware = machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes))
+    plan = teraio.plan(trace, hardware, planner="greedy")
     model, optimizer = training.build()
     with teraio.execute(plan, model, optimizer):
         for number in range(4):

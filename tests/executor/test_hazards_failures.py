@@ -270,7 +270,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with teraio.profile(model, optimizer) as profile:
         for number in range(8):
             step(model, optimizer, number)
-    hardware = Hardware.preset("cpu").with_budgets(gpu_memory="1GB", host_memory="300MB")
+    hardware = Hardware.preset("cpu").with_budgets(gpu_memory="1GB", host_memory="100MB")
     # Small units, so that a small model is spread over all files.
     hardware = replace(hardware, ssd=(replace(hardware.ssd[0], preferred_io_bytes=8192),))
     evict_everything(profile.trace, hardware, tiers="ssd").save(plan)

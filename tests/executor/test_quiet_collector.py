@@ -120,7 +120,8 @@ def test_a_run(case: Any, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None
     """Sets aside inside its block alone; on a CPU, which nobody is ahead of, it does not."""
     training = case()
     trace = training.trace()
-    plan = teraio.plan(trace, machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes)))
+    hardware = machine(gpu_memory=int(0.7 * trace.peak_allocated_bytes))
+    plan = teraio.plan(trace, hardware, planner="greedy")
     wanted = iter((True, False))
     monkeypatch.setattr(
         mode, "QuietCollector", lambda *, is_wanted: QuietCollector(is_wanted=next(wanted))
