@@ -58,7 +58,7 @@ def best_seconds(tiny: Tiny, hardware: Hardware) -> float | None:
 
 
 def sample(block: int, count: int) -> Iterator[Tiny]:
-    """Some instances of a block; all there are if TERAIO_ALL_INSTANCES is set (four minutes)."""
+    """Some instances of a block; all there are if TERAIO_ALL_INSTANCES is set (minutes a test)."""
     if "TERAIO_ALL_INSTANCES" in os.environ:
         return chain.from_iterable(of_block(number) for number in range(BLOCKS))
     return of_block(block, count)
@@ -115,6 +115,7 @@ def test_playing_plans_is_what_the_simulator_does() -> None:
             assert timeline.iteration_seconds == seconds, (tiny.seed, windows, rank)
 
 
+@pytest.mark.timeout(1800)  # All instances, on a busy core.
 def test_more_memory_and_more_bandwidth_never_hurt() -> None:
     """The bound and the optimum fall, or stay, with each of them."""
     fell = 0
@@ -146,6 +147,7 @@ def better_machines(hardware: Hardware) -> Iterator[Hardware]:
     yield replace(hardware, ssd=(slow,))
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("planner", ["optimal", "greedy", "milp", "ideal", "on-demand"])
 def test_every_plan_verifies_and_none_beats_the_best(planner: str) -> None:
     """``plan`` raises if the verifier finds anything. Only the ideal one has its own GPU."""
