@@ -3,8 +3,8 @@
 In its first step a run has its plan's places but not yet its moves. What is evicted then goes to
 the place that the plan has for it, so that nothing has to be moved again before the plan is
 followed, and so that a plan whose arenas fill the tiers leaves the first step room too. Who has no
-such place takes what host memory has left, between the plan's storages too, then the overflow area
-of a disk, and at last any gap in the arenas.
+such place, or finds it taken, goes to host memory, also between the plan's storages there, of which
+most are not alive yet; then to the overflow area of a disk, and at last into any gap in the arenas.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from teraio.executor.plan_position import RunState
 from teraio.executor.stores.base import round_up
 from teraio.executor.tiers import Slot
 
+_BYTES_PER_LOOK = 1024
+"""What a disk writes in the half of a microsecond that looking past a storage takes."""
+
 
 class Homes:
     """Finds slots for a mode's residency; ``arena_bytes`` are the ends of the plan's arenas."""
@@ -33,15 +36,19 @@ class Homes:
 
     def find_slot(self, holding: Holding) -> Slot:
         """A slot for a storage without a copy. Raises CapacityError if no tier has room."""
-        tiers, nbytes = self._mode.residency.tiers, holding.state.nbytes
-        if self._mode.position.state is not RunState.FOLLOWING:
-            slot = self._home_of(holding) or self._host_slot(nbytes)
+        tiers, state = self._mode.residency.tiers, self._mode.position.state
+        if state is not RunState.FOLLOWING:
+            home = self._home_of(holding)
+            if home is not None:
+                return home
+        if state is RunState.COLD and HOST in tiers.stores:
+            slot = tiers.slot_in(HOST, holding.state.nbytes) or self._host_gap(holding)
             if slot is not None:
                 return slot
         try:
-            return tiers.overflow_slot(nbytes)
+            return tiers.overflow_slot(holding.state.nbytes)
         except CapacityError:
-            gap = next(filter(None, (self._gap(name, nbytes) for name in tiers.stores)), None)
+            gap = next(filter(None, (self._gap(name, holding) for name in tiers.stores)), None)
             if gap is None:
                 raise
             return gap
@@ -71,22 +78,23 @@ class Homes:
         self._num_states, self._num_nameless = num_states, 0
         self._mode.bind_names()
 
-    def _host_slot(self, nbytes: int) -> Slot | None:
-        """Host memory, be it planned for others that are not there yet: no disk is as fast."""
-        tiers = self._mode.residency.tiers
-        if HOST not in tiers.stores:
+    def _host_gap(self, holding: Holding) -> Slot | None:
+        """A gap in host memory, unless looking for one takes longer than a disk would."""
+        num_owners = len(self._mode.residency.tiers.owners[HOST])
+        if holding.state.nbytes < _BYTES_PER_LOOK * num_owners:
             return None
-        return tiers.slot_in(HOST, nbytes) or self._gap(HOST, nbytes)
+        return self._gap(HOST, holding)
 
-    def _gap(self, device: str, nbytes: int) -> Slot | None:
+    def _gap(self, device: str, holding: Holding) -> Slot | None:
         """The smallest gap between the storages that lie in an arena."""
         alignment_bytes = self._mode.residency.tiers.stores[device].alignment_bytes
-        fitting = [
-            (end - begin, begin)
-            for begin, end in self._gaps(device, alignment_bytes)
-            if end - begin >= round_up(nbytes, alignment_bytes)
-        ]
-        return self._slot(device, min(fitting)[1], nbytes) if fitting else None
+        nbytes = round_up(holding.state.nbytes, alignment_bytes)
+        gaps = self._gaps(device, alignment_bytes)
+        fitting = [(end - begin, begin) for begin, end in gaps if end - begin >= nbytes]
+        if not fitting:
+            return None
+        slot = self._slot(device, min(fitting)[1], holding.state.nbytes)
+        return slot if self._mode.residency.can_take(slot, holding) else None
 
     def _gaps(self, device: str, alignment_bytes: int) -> Iterator[tuple[int, int]]:
         end_bytes = self._arena_bytes.get(device, 0)

@@ -19,6 +19,9 @@ class SlotOwners(Generic[Owner]):
         self._begins: list[int] = []
         self._ranges: dict[int, tuple[int, Owner]] = {}
 
+    def __len__(self) -> int:
+        return len(self._begins)
+
     def overlapping(self, begin_bytes: int, end_bytes: int) -> list[tuple[int, Owner]]:
         """(begin, owner) of every range that meets ``begin_bytes`` .. ``end_bytes``."""
         index = bisect_left(self._begins, begin_bytes)

@@ -40,8 +40,9 @@ _COPY_TURN_SECONDS = 0.07
 each other without a gap (67 ms, again and again, on an H200 with PyTorch 2.11).
 """
 
-_BOUNCE_BYTES = 64 * MIB, 1024 * MIB
-"""At least and at most."""
+_LEAST_BOUNCE_BYTES = 64 * MIB
+_MOST_BOUNCE_BYTES = 512 * MIB
+"""A transfer that is urgent waits for what is in the buffers of its direction."""
 
 _FALL = 0.1
 """Disks that lose more than this share beside each other are described by what they keep."""
@@ -116,11 +117,12 @@ class MeasuredDisk:
         """Enough for the disk to go on while copies wait: half of it is each direction's, and of
         the reads' half one half is being read into.
         """
-        least, most = _BOUNCE_BYTES
-        if not self.is_beside_gpu:
-            return least
+        least_bytes = _LEAST_BOUNCE_BYTES
+        if not self.is_beside_gpu or self.paths[0].backend == "gds":
+            return least_bytes
         nbytes = 2 * max(2 * read_rate, write_rate) * _COPY_TURN_SECONDS
-        return min(max(-int(-nbytes // least) * least, least), most)
+        num_least = max(1, -int(-nbytes // least_bytes))
+        return min(num_least * least_bytes, _MOST_BOUNCE_BYTES)
 
     def _beyond_latency(self, rate: float) -> float:
         """The rate that with the fitted latency makes sustained transfers as fast as they were.

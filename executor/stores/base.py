@@ -19,7 +19,9 @@ Buffer: TypeAlias = torch.Tensor | torch.UntypedStorage
 """Device memory of one transfer: a whole storage, or a contiguous uint8 tensor of one dimension."""
 
 MAX_CHUNK_BYTES = 256 * 10**6
-"""An urgent transfer waits for at most this many bytes of the transfer under way."""
+"""An urgent transfer waits for at most this many bytes of the transfer under way; where files
+bounce in host memory, for what is in the buffers of its direction.
+"""
 
 
 class Transfer(Protocol):

@@ -12,7 +12,7 @@ from teraio.executor.stores.base import MAX_CHUNK_BYTES, round_up
 from teraio.executor.stores.block_file import BlockFile
 from teraio.executor.stores.io_meter import FileUse
 from teraio.executor.stores.queued_store import QueuedStore
-from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer, Wait
+from teraio.executor.stores.queues import Await, ThreadQueues, ThreadTransfer
 from teraio.executor.stores.staging import LEAST_BUFFERS_PER_FILE, Staging
 from teraio.executor.stores.striped_space import (
     Directories,
@@ -88,8 +88,11 @@ class FileStore(QueuedStore):
             alignment_bytes=alignment_bytes,
             pinned_bytes=sum(x.pinned_bytes for x in staging.values()),
             device_type=device_type,
+            # Nothing is awaited between chunks: small ones let urgent transfers in soon.
             queues=ThreadQueues(
-                name, _Move(staging), whole_blocks(chunk_bytes, stripes.unit_bytes)
+                name,
+                _Move(staging),
+                whole_blocks(min(chunk_bytes, stripes.unit_bytes * len(folders)), alignment_bytes),
             ),
             resources=(*staging.values(), *self._files),
         )
@@ -136,7 +139,7 @@ class _Move:
     def __init__(self, staging: dict[bool, Staging]) -> None:
         self._staging = staging
 
-    def __call__(self, transfer: ThreadTransfer, begin: int, end: int) -> Wait:
+    def __call__(self, transfer: ThreadTransfer, begin: int, end: int) -> Await:
         staging = self._staging[transfer.is_write]
         move = staging.write if transfer.is_write else staging.read
         return move(transfer, begin, end)

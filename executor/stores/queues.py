@@ -14,24 +14,34 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from teraio.errors import StoreError
 from teraio.executor.stores.base import MAX_CHUNK_BYTES
 
-Wait = Callable[[], None]
+Await = Callable[[], None]
 """Returns when what was begun has ended. Raises StoreError if it failed."""
 
-Move = Callable[["ThreadTransfer", int, int], Wait | None]
+Move = Callable[["ThreadTransfer", int, int], Await | None]
 """Copies bytes ``begin`` .. ``end`` of a transfer. What has not arrived when it returns, the wait
 that it returns is for; None where everything has."""
 
-_Begun = tuple["ThreadTransfer", list[Wait], StoreError | None]
+
+class _Begun(NamedTuple):
+    """A transfer of which something is still under way, and what went wrong before that."""
+
+    transfer: ThreadTransfer
+    awaits: list[Await]
+    error: StoreError | None
 
 
 class ThreadTransfer:
-    """A transfer that a thread carries out; see :class:`teraio.executor.stores.base.Transfer`."""
+    """A transfer that a thread carries out; see :class:`teraio.executor.stores.base.Transfer`.
+
+    ``has_failed``: a part of it has, so the rest need not be begun.
+    """
 
     def __init__(
         self,
@@ -52,6 +62,7 @@ class ThreadTransfer:
         self.end_seconds = float("nan")
         self.predecessors: list[ThreadTransfer] = []
         self.error: StoreError | None = None
+        self.has_failed = False
         self._buffer: torch.Tensor | None = buffer
         self._condition = condition
         self._done = False
@@ -114,7 +125,9 @@ class ThreadTransfer:
 
 
 class ThreadQueues:
-    """Two queues, ``read`` and ``write``, each served by its own thread in the order of issue."""
+    """Two queues, ``read`` and ``write``. Of each, one thread begins transfers in the order of
+    issue, and another awaits what is not done by then.
+    """
 
     def __init__(self, name: str, move: Move, chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
         self._name = name
@@ -131,7 +144,6 @@ class ThreadQueues:
             False: queue.SimpleQueue(),
             True: queue.SimpleQueue(),
         }
-        self._last_end_seconds = {False: 0.0, True: 0.0}
         self._threads = [
             threading.Thread(
                 target=target,
@@ -209,18 +221,30 @@ class ThreadQueues:
 
     def _end_begun(self, is_write: bool) -> None:
         """Await what has been begun, in that order."""
-        begun = self._begun[is_write].get()
-        while begun is not None:
-            transfer, waits, error = begun
-            for wait in waits:
-                try:
-                    wait()
-                except Exception as failure:
-                    error = error or _as_store_error(failure, self._name)
-            self._finish(transfer, error)
-            # While it sleeps, it keeps nobody's memory.
-            del begun, transfer, waits, error
+        began_before = ended_before = 0.0
+        while True:
             begun = self._begun[is_write].get()
+            if begun is None:
+                return
+            began = begun.transfer.start_seconds
+            if began >= began_before:
+                # What it waited for while the one before was on its way is not its own time.
+                begun.transfer.start_seconds = max(began, ended_before)
+            self._end(begun)
+            began_before, ended_before = began, begun.transfer.end_seconds
+            del begun  # While it sleeps, it keeps nobody's memory.
+
+    def _end(self, begun: _Begun) -> None:
+        transfer, awaits, error = begun
+        first: StoreError | None = None
+        if transfer.after is not None:
+            torch.cuda.set_device(transfer.buffer.device)
+        for await_part in awaits:
+            try:
+                await_part()
+            except Exception as failure:
+                first = first or _as_store_error(failure, self._name)
+        self._finish(transfer, first or error)
 
     def _arrivals(self, is_write: bool) -> Iterator[ThreadTransfer]:
         """Urgent transfers first; then the head, once what it must follow has ended."""
@@ -250,7 +274,7 @@ class ThreadQueues:
     def _serve(self, transfer: ThreadTransfer) -> None:
         transfer.start_seconds = time.perf_counter()
         error = transfer.inherited_error()
-        waits: list[Wait] = []
+        awaits: list[Await] = []
         try:
             if transfer.after is not None:
                 # A thread's GPU is the first one until it says otherwise.
@@ -259,31 +283,29 @@ class ThreadQueues:
                 transfer.after.synchronize()
                 transfer.start_seconds = time.perf_counter()
             if error is None:
-                self._move_in_chunks(transfer, waits)
+                self._move_in_chunks(transfer, awaits)
         except Exception as failure:  # A thread has no caller: whoever waits gets the error.
             error = _as_store_error(failure, self._name)
-        if waits:
-            self._begun[transfer.is_write].put((transfer, waits, error))
+        if awaits:
+            self._begun[transfer.is_write].put(_Begun(transfer, awaits, error))
         else:
             self._finish(transfer, error)
 
     def _finish(self, transfer: ThreadTransfer, error: StoreError | None) -> None:
         with self._condition:
-            # It was begun while the one before was on its way, whose time is not its own.
-            before_seconds = self._last_end_seconds[transfer.is_write]
-            transfer.start_seconds = max(transfer.start_seconds, before_seconds)
             transfer.finish(error)
-            self._last_end_seconds[transfer.is_write] = transfer.end_seconds
             self._condition.notify_all()
 
-    def _move_in_chunks(self, transfer: ThreadTransfer, waits: list[Wait]) -> None:
+    def _move_in_chunks(self, transfer: ThreadTransfer, awaits: list[Await]) -> None:
         for begin in range(0, transfer.nbytes, self._chunk_bytes):
+            if transfer.has_failed:
+                return
             if begin > 0 and not transfer.is_urgent:
                 self._serve_urgent(transfer.is_write)
             end = min(begin + self._chunk_bytes, transfer.nbytes)
-            wait = self._move(transfer, begin, end)
-            if wait is not None:
-                waits.append(wait)
+            await_chunk = self._move(transfer, begin, end)
+            if await_chunk is not None:
+                awaits.append(await_chunk)
 
     def _serve_urgent(self, is_write: bool) -> None:
         while True:

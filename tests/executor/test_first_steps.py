@@ -77,11 +77,16 @@ def test_a_copy_that_finds_its_place_taken_is_made_later(small_plan: Plan) -> No
         tiers.close()
 
 
+FULL_HOST = [("host", 0), ("host", 16 * KIB), ("ssd0", 0)]
+ONLY_DISK = [("ssd0", 0), ("ssd0", 16 * KIB), ("ssd0", 32 * KIB)]
+
+
 @pytest.mark.parametrize(
     ("state", "places"),
     [
-        (RunState.COLD, [("host", 0), ("host", 16 * KIB), ("ssd0", 0)]),
-        (RunState.FOLLOWING, [("ssd0", 0), ("ssd0", 16 * KIB), ("ssd0", 32 * KIB)]),
+        (RunState.COLD, FULL_HOST),
+        (RunState.ADRIFT, ONLY_DISK),
+        (RunState.FOLLOWING, ONLY_DISK),
     ],
 )
 def test_host_memory_before_a_disk(

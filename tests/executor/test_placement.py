@@ -95,3 +95,25 @@ def test_each_lies_in_anothers_place(crowd: Crowd, places: Any) -> None:
     crowd.residency.end()
     for value, tensor in enumerate(crowd.tensors):
         assert bool((tensor == value).all())
+
+
+def test_a_stranger_leaves_a_place_that_others_have(crowd: Crowd) -> None:
+    """In the first step it went where there was room, which the plan has for another."""
+    stranger = crowd.holdings[0]
+    assert stranger is not None
+    stranger.row = -1
+    crowd.put(0, PLACES_KIB[1])
+    crowd.residency.capacity_bytes = 48 * KIB
+    holdings = [None, *crowd.holdings[1:]]
+    crowd.placement.establish(crowd.residency, holdings)
+    assert crowd.placement.is_unsettled
+    crowd.placement.establish(crowd.residency, holdings, clears_places=True)
+    assert not crowd.placement.is_unsettled
+    for row in (1, 2):
+        holding = crowd.holdings[row]
+        assert holding is not None
+        assert holding.slot is not None
+        assert (holding.is_resident, holding.slot.offset_bytes) == (False, PLACES_KIB[row] * KIB)
+    crowd.residency.end()
+    for value, tensor in enumerate(crowd.tensors):
+        assert bool((tensor == value).all())

@@ -178,7 +178,7 @@ def test_reads_of_the_long_run_count_and_writes_only_if_slower(
 
 @pytest.mark.parametrize(
     ("read_rate", "is_beside_gpu", "bounce_mib"),
-    [(2e9, False, 64), (2e9, True, 576), (1e8, True, 64), (2e10, True, 1024)],
+    [(2e9, False, 64), (1e9, True, 320), (1e8, True, 64), (2e10, True, 512)],
 )
 def test_bounce_buffers_hold_what_the_disk_moves_while_copies_wait(
     read_rate: float, is_beside_gpu: bool, bounce_mib: int, tmp_path: Path

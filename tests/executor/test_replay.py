@@ -23,7 +23,7 @@ from teraio.executor.probing import limits
 from teraio.executor.replaying import room
 from teraio.executor.replaying.plan_replay import Replay
 from teraio.executor.stores.host import HostStore
-from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer, Wait
+from teraio.executor.stores.queues import Await, ThreadQueues, ThreadTransfer
 from teraio.planner.plan_building import build_plan
 from teraio.planner.policies.evict_everything import evict_everything
 from teraio.traces.trace import Kernels, Storages, Trace, TraceMetadata
@@ -99,7 +99,7 @@ def slow_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def slow_down(rate: float) -> None:
         move_in_chunks = ThreadQueues._move_in_chunks
 
-        def slower(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Wait]) -> None:
+        def slower(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Await]) -> None:
             begun = time.perf_counter()
             move_in_chunks(queues, transfer, waits)
             time.sleep(max(begun + transfer.nbytes / rate - time.perf_counter(), 0.0))
@@ -545,7 +545,7 @@ class TestGpu:
         """Seen on the device, without the host waiting for each; files have threads there too."""
         move_in_chunks = ThreadQueues._move_in_chunks
 
-        def spoil(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Wait]) -> None:
+        def spoil(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Await]) -> None:
             move_in_chunks(queues, transfer, waits)
             if not transfer.is_write:
                 for wait in waits:

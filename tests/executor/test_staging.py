@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from teraio.executor.stores import staging
 from teraio.executor.stores.arena import Arena
 from teraio.executor.stores.block_file import BlockFile
 from teraio.executor.stores.file import FileStore
-from teraio.executor.stores.queues import ThreadTransfer, Wait
+from teraio.executor.stores.queues import Await, ThreadTransfer
 
 UNIT_BYTES = 64 * 1024
 NUM_UNITS = 40
@@ -33,15 +37,15 @@ class LateCopier:
         self.num_asked = self.num_ended = self.most_under_way = 0
         COPIERS.append(self)
 
-    def fill(self, buffer_offset: int, transfer: ThreadTransfer, begin: int, end: int) -> Wait:
+    def fill(self, buffer_offset: int, transfer: ThreadTransfer, begin: int, end: int) -> Await:
         """See :class:`staging.Copier`."""
         return self._later(self._copier.fill, buffer_offset, transfer, begin, end)
 
-    def drain(self, buffer_offset: int, transfer: ThreadTransfer, begin: int, end: int) -> Wait:
+    def drain(self, buffer_offset: int, transfer: ThreadTransfer, begin: int, end: int) -> Await:
         """See :class:`staging.Copier`."""
         return self._later(self._copier.drain, buffer_offset, transfer, begin, end)
 
-    def _later(self, copy: Any, *arguments: Any) -> Wait:
+    def _later(self, copy: Any, *arguments: Any) -> Await:
         seconds = self._random.choice([0.0, 0.0, 0.001, 0.02])
         self.num_asked += 1
         self.most_under_way = max(self.most_under_way, self.num_asked - self.num_ended)
@@ -126,8 +130,77 @@ def test_an_error_leaves_no_copy_under_way(
         return move(self, view, offset_bytes, **options)
 
     monkeypatch.setattr(BlockFile, "_move", failing)
+    before = [copier.num_asked for copier in COPIERS]
     start = store.write if is_write else store.read
     transfer = start(tensor.untyped_storage(), 0, tensor.numel())
     with pytest.raises(StoreError, match="as this test wants"):
         transfer.wait()
     assert all(copier.num_asked == copier.num_ended for copier in COPIERS)
+    # The rest is not even begun, but for what had buffers already.
+    num_buffers = store.pinned_bytes // (2 * UNIT_BYTES)
+    asked = COPIERS[is_write].num_asked - before[is_write]
+    assert asked <= 9 + num_buffers + 1
+
+
+def test_an_urgent_transfer_waits_for_buffers_at_most(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the rest of the one under way; and each is known to have taken its own time."""
+    move, under_way = BlockFile._move, threading.Event()
+
+    def slow(self: BlockFile, view: memoryview, offset_bytes: int, **options: Any) -> Any:
+        under_way.set()
+        time.sleep(0.02)
+        return move(self, view, offset_bytes, **options)
+
+    large, small = (random_bytes(n * UNIT_BYTES, n) for n in (NUM_UNITS, 1))
+    store.write(large.untyped_storage(), 0, large.numel()).wait()
+    at = NUM_UNITS * UNIT_BYTES
+    store.write(small.untyped_storage(), at, UNIT_BYTES).wait()
+    monkeypatch.setattr(BlockFile, "_move", slow)
+    normal = store.read(large.untyped_storage(), 0, large.numel())
+    assert under_way.wait(60)
+    issued_seconds = time.perf_counter()
+    urgent = store.read(small.untyped_storage(), at, UNIT_BYTES, urgent=True)
+    urgent.wait()
+    urgent_seconds = time.perf_counter() - issued_seconds
+    assert not normal.done
+    normal.wait()
+    normal_seconds = normal.end_seconds - normal.start_seconds
+    num_buffers = store.pinned_bytes // (2 * UNIT_BYTES)
+    # Twice as long as it should need, so that a busy machine does not matter.
+    assert urgent_seconds <= 2 * (num_buffers + 3) / NUM_UNITS * normal_seconds
+    assert normal.start_seconds < issued_seconds < urgent.end_seconds < normal.end_seconds
+
+
+def test_times_of_transfers_in_a_row_do_not_overlap(store: FileStore) -> None:
+    """They begin while others are on their way, but a channel has one after the other."""
+    tensor = random_bytes(4 * UNIT_BYTES, 0)
+    transfers = [
+        store.write(tensor.untyped_storage(), 4 * UNIT_BYTES * number, tensor.numel())
+        for number in range(8)
+    ]
+    for transfer in transfers:
+        transfer.wait()
+    assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(transfers))
+    assert all(transfer.start_seconds < transfer.end_seconds for transfer in transfers)
+
+
+def test_files_serve_until_the_interpreter_has_ended(tmp_path: Path) -> None:
+    """What runs in ``atexit`` may still need a storage that is away."""
+    script = f"""
+import atexit, torch
+from teraio.executor.stores.file import FileStore
+store = FileStore("ssd0", {str(tmp_path)!r}, 2**20)
+ones = torch.ones(2**20, dtype=torch.uint8)
+store.write(ones, 0, 2**20).wait()
+read = torch.zeros_like(ones)
+def last():
+    store.read(read, 0, 2**20).wait()
+    print("equal", torch.equal(read, ones))
+atexit.register(last)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "equal True\n", done.stderr

@@ -26,7 +26,7 @@ from teraio.executor.stores import (
     VerifiedStore,
     gds,
 )
-from teraio.executor.stores.queues import ThreadQueues, ThreadTransfer, Wait
+from teraio.executor.stores.queues import Await, ThreadQueues, ThreadTransfer
 
 MIB = 2**20
 SIZES = [0, 1, 511, 512, 513, 4095, 4097, 3 * MIB + 5]
@@ -231,7 +231,7 @@ def hold_queued_reads(monkeypatch: pytest.MonkeyPatch) -> Future[Transfer]:
     move_in_chunks, begun = ThreadQueues._move_in_chunks, list[ThreadTransfer]()
     issued: Future[Transfer] = Future()
 
-    def held(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Wait]) -> None:
+    def held(queues: ThreadQueues, transfer: ThreadTransfer, waits: list[Await]) -> None:
         if not (transfer.is_write or transfer.is_urgent):
             write = issued.result(60)
             if begun:
