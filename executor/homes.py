@@ -4,7 +4,8 @@ In its first step a run has its plan's places but not yet its moves. What is evi
 the place that the plan has for it, so that nothing has to be moved again before the plan is
 followed, and so that a plan whose arenas fill the tiers leaves the first step room too. Who has no
 such place, or finds it taken, goes to host memory, also between the plan's storages there, of which
-most are not alive yet; then to the overflow area of a disk, and at last into any gap in the arenas.
+most are not alive yet (but not while the model is made, whose parameters come there next); then to
+the overflow area of a disk, and at last into any gap in the arenas.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Homes:
             home = self._home_of(holding)
             if home is not None:
                 return home
-        if state is RunState.COLD and HOST in tiers.stores:
+        if state is RunState.COLD and not self._mode.is_aside and HOST in tiers.stores:
             slot = tiers.slot_in(HOST, holding.state.nbytes) or self._host_gap(holding)
             if slot is not None:
                 return slot

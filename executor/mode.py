@@ -76,6 +76,7 @@ class ExecutorMode(KernelMode):
         self._moves = PlannedMoves(self.schedule, residency, self.binding)
         self._thread = threading.get_ident()
         self._has_begun = False
+        self.is_aside = False
         self._clock = 0
         residency.victim_key = least_recently_used
 
@@ -292,11 +293,11 @@ class ExecutorMode(KernelMode):
     def aside(self) -> Iterator[None]:
         """Kernels inside belong to no iteration: they make a model, or load one."""
         kernel, state, observation = self.kernel, self.position.state, self.adaptation.observation
-        self.position.state, self.adaptation.observation = RunState.COLD, None
+        self.position.state, self.adaptation.observation, self.is_aside = RunState.COLD, None, True
         try:
             yield
         finally:
-            self.kernel, self.position.state = kernel, state
+            self.kernel, self.position.state, self.is_aside = kernel, state, False
             self.adaptation.observation, self._viewed, self._has_begun = observation, {}, False
 
     # Identity

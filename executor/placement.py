@@ -67,19 +67,8 @@ class Placement:
         if place is not None:
             self._put_away(residency, holding, holding.row, *place)
 
-    def establish(
-        self,
-        residency: Residency,
-        holding_of_row: Sequence[Holding | None],
-        *,
-        clears_places: bool = False,
-    ) -> None:
-        """Move what lies elsewhere, as far as memory allows; what is missing comes on demand.
-
-        ``clears_places``: what the plan does not know leaves the places that it has for others.
-        """
-        if clears_places:
-            _clear_places(residency)
+    def establish(self, residency: Residency, holding_of_row: Sequence[Holding | None]) -> None:
+        """Move what lies elsewhere, as far as memory allows; what is missing comes on demand."""
         # A place may be held by a storage that belongs on the GPU or in another place, and the
         # GPU's room by storages that belong away: rounds resolve both, until none changes anything.
         num_left, num_in_vain = len(self._away) + len(self._on_gpu) + 1, 0
@@ -99,6 +88,23 @@ class Placement:
         for holding in list(residency.holdings()):
             if holding.row < 0:
                 residency.prefetch(holding, 0)
+
+    def establish_by_force(
+        self, residency: Residency, holding_of_row: Sequence[Holding | None]
+    ) -> None:
+        """If need be, what the plan does not know leaves the places that it has for others."""
+        self.establish(residency, holding_of_row)
+        if not self.is_unsettled:
+            return
+        for holding in list(residency.holdings()):
+            slot = holding.slot
+            if holding.row >= 0 or holding.is_resident or slot is None or slot.is_overflow:
+                continue
+            with suppress(CapacityError):
+                residency.require((holding,))
+                # Its copy goes. Where it must leave again, that is to the overflow area.
+                residency.written(holding)
+        self.establish(residency, holding_of_row)
 
     def _establish_once(
         self, residency: Residency, holding_of_row: Sequence[Holding | None], *, insists: bool
@@ -149,17 +155,6 @@ class Placement:
             return False
         residency.offload(holding, slot)
         return True
-
-
-def _clear_places(residency: Residency) -> None:
-    for holding in list(residency.holdings()):
-        slot = holding.slot
-        if holding.row >= 0 or holding.is_resident or slot is None or slot.is_overflow:
-            continue
-        with suppress(CapacityError):
-            residency.require((holding,))
-            # Its copy goes. Where it must leave again, that is to the overflow area.
-            residency.written(holding)
 
 
 def _movable(holding_of_row: Sequence[Holding | None], rows: Iterable[int]) -> list[Holding]:

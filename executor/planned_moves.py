@@ -50,7 +50,7 @@ class PlannedMoves:
         schedule, residency, placement = self.schedule, self._residency, self._binding.placement
         if kernel == 0 and placement.is_unsettled:
             # Who held their places died after the iteration (gradients, in zero_grad), or leaves.
-            placement.establish(residency, self._binding.holding_of_row, clears_places=True)
+            placement.establish_by_force(residency, self._binding.holding_of_row)
             placement.is_unsettled = False  # Once is enough; the rest comes on demand.
         for move in schedule.frees_before[kernel]:
             holding = self._binding.holding(move.storage)

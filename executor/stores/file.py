@@ -68,16 +68,9 @@ class FileStore(QueuedStore):
                 )
                 undo.callback(file.close)
                 self._files.append(file)
+            buffers_per_file = max(LEAST_BUFFERS_PER_FILE, bytes_per_file // stripes.unit_bytes)
             staging = {
-                is_write: Staging(
-                    self._files,
-                    stripes,
-                    device_type,
-                    name,
-                    buffers_per_file=max(
-                        LEAST_BUFFERS_PER_FILE, bytes_per_file // stripes.unit_bytes
-                    ),
-                )
+                is_write: Staging(self._files, stripes, device_type, name, buffers_per_file)
                 for is_write in (False, True)
             }
             undo.pop_all()
@@ -88,12 +81,7 @@ class FileStore(QueuedStore):
             alignment_bytes=alignment_bytes,
             pinned_bytes=sum(x.pinned_bytes for x in staging.values()),
             device_type=device_type,
-            # Nothing is awaited between chunks: small ones let urgent transfers in soon.
-            queues=ThreadQueues(
-                name,
-                _Move(staging),
-                whole_blocks(min(chunk_bytes, stripes.unit_bytes * len(folders)), alignment_bytes),
-            ),
+            queues=_queues(name, staging, chunk_bytes, stripes),
             resources=(*staging.values(), *self._files),
         )
 
@@ -131,6 +119,17 @@ class FileStore(QueuedStore):
     def grow(self, nbytes: int) -> None:
         """Reserve ``nbytes`` more of the disk. Raises CapacityError (budget), StoreError (disk)."""
         self.reserved_bytes = grow_members(self, nbytes, self._stripes, self._files)
+
+
+def _queues(
+    name: str, staging: dict[bool, Staging], chunk_bytes: int, stripes: Stripes
+) -> ThreadQueues:
+    """Nothing is awaited between chunks, so small ones, which let urgent transfers in soon, cost
+    nothing.
+    """
+    round_bytes = stripes.unit_bytes * stripes.num_members
+    chunk_bytes = whole_blocks(min(chunk_bytes, round_bytes), stripes.unit_bytes)
+    return ThreadQueues(name, _Move(staging), chunk_bytes)
 
 
 class _Move:

@@ -109,7 +109,6 @@ class Staging:
         stripes: Stripes,
         device_type: str,
         label: str,
-        *,
         buffers_per_file: int = LEAST_BUFFERS_PER_FILE,
     ) -> None:
         is_cuda = device_type == "cuda"

@@ -82,15 +82,16 @@ ONLY_DISK = [("ssd0", 0), ("ssd0", 16 * KIB), ("ssd0", 32 * KIB)]
 
 
 @pytest.mark.parametrize(
-    ("state", "places"),
+    ("state", "is_aside", "places"),
     [
-        (RunState.COLD, FULL_HOST),
-        (RunState.ADRIFT, ONLY_DISK),
-        (RunState.FOLLOWING, ONLY_DISK),
+        (RunState.COLD, False, FULL_HOST),
+        (RunState.COLD, True, ONLY_DISK),
+        (RunState.ADRIFT, False, ONLY_DISK),
+        (RunState.FOLLOWING, False, ONLY_DISK),
     ],
 )
 def test_host_memory_before_a_disk(
-    small_plan: Plan, state: RunState, places: list[tuple[str, int]]
+    small_plan: Plan, state: RunState, is_aside: bool, places: list[tuple[str, int]]
 ) -> None:
     """In the first step, places of a full host are for whoever leaves; later for whom they are
     planned.
@@ -106,6 +107,7 @@ def test_host_memory_before_a_disk(
             residency=residency,
             registry=registry,
             position=SimpleNamespace(state=state),
+            is_aside=is_aside,
             names=SimpleNamespace(optimizers=[]),
             bind_names=lambda: False,
         )

@@ -107,7 +107,7 @@ def test_a_stranger_leaves_a_place_that_others_have(crowd: Crowd) -> None:
     holdings = [None, *crowd.holdings[1:]]
     crowd.placement.establish(crowd.residency, holdings)
     assert crowd.placement.is_unsettled
-    crowd.placement.establish(crowd.residency, holdings, clears_places=True)
+    crowd.placement.establish_by_force(crowd.residency, holdings)
     assert not crowd.placement.is_unsettled
     for row in (1, 2):
         holding = crowd.holdings[row]
