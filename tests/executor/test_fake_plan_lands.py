@@ -101,7 +101,8 @@ def trained(setup: TrainingSetup, plan: Plan | None, *, on: str = "cpu", **optio
 @functools.cache
 def plain_tensors(setup: TrainingSetup, on: str) -> Tensors:
     """What a run without a plan ends with; several plans are compared with it."""
-    return trained(setup, None, on=on)[0]  # type: ignore[no-any-return]
+    tensors: Tensors = trained(setup, None, on=on)[0]
+    return tensors
 
 
 def landed(setup: TrainingSetup, plan: Plan, **options: Any) -> Landed:

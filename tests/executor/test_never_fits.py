@@ -119,7 +119,7 @@ def test_parameters_go_to_their_places() -> None:
             if place is not None:
                 assert (holding.slot.store.name, holding.slot.offset_bytes) == place
                 num_away += 1
-        assert num_away > 5
+        assert num_away >= 10
 
 
 class Scaled(nn.Module):
