@@ -7,28 +7,27 @@
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json --until plan \
         --hardware PROBED      # the prediction again, by what the machine turned out to be
-    python benchmarks/never_fits.py --kept FOLDER --hardware PROBED --time-kernels --steps 12
+    python benchmarks/never_fits.py --kept FOLDER --hardware PROBED --time-kernels --probe-disk
 
 The model is traced without a GPU, planned for the machine at hand, built inside the run, every
 parameter in its tier, and trained; with --reference also without any offloading, and the losses are
 compared bit for bit (with deterministic algorithms, which take longer). Prints one JSON object at
 the end. --kept is a folder for trace and plan, made once, so that planning and running can be done
 apart. --time-kernels: the step is predicted with what the model's kernels take on this GPU, as
-`teraio time` finds out, and not with what the trace's table of GPUs says. --output gets what is
-known after every step; a run or a reference that is whole there is not repeated. --smoke is a run
-of seconds on a CPU.
+`teraio time` finds out, and not with what the trace's table of GPUs says. --probe-disk: and with
+what the disk does right before and right after the run, on average; virtual disks were a fifth
+faster or slower a few minutes later. --output gets what is known after every step; a run or a
+reference that is whole there is not repeated. --smoke is a run of seconds on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,14 @@ if TYPE_CHECKING:
         setup_of,
         synchronize,
     )
+    from benchmarks.never_fits_options import SUBJECT, arguments
+    from benchmarks.never_fits_prediction import (
+        disk_now,
+        machine_of,
+        predicted_seconds,
+        timed,
+        with_disk,
+    )
     from benchmarks.partial_results import Findings, kept
 else:  # A script's own folder is on its path, the repository's root is not.
     from h200_rows import Setting, say
@@ -59,6 +66,8 @@ else:  # A script's own folder is on its path, the repository's root is not.
         setup_of,
         synchronize,
     )
+    from never_fits_options import SUBJECT, arguments
+    from never_fits_prediction import disk_now, machine_of, predicted_seconds, timed, with_disk
     from partial_results import Findings, kept
 
 from torch import nn
@@ -67,19 +76,11 @@ import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
 from teraio.executor.stores import FileUse
-from teraio.profiler import time_kernels
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 WARM_UP = 4
 """Steps before those that count: the first has no moves yet, and memory settles after it."""
-
-SMOKE_MODEL = "tiny-llama"
-SMOKE_BOUNCE_BYTES = 2**18
-
-_SPARE_HELP = (
-    "planned for so much less: what kernels use inside themselves, no trace without a GPU tells"
-)
 
 REPORTED = (
     "moves_planned",
@@ -96,16 +97,9 @@ REPORTED = (
 )
 
 
-SUBJECT = (
-    *("model", "micro_batch_size", "sequence", "checkpoint", "optimizer", "transform"),
-    *("gpu_memory", "spare_gpu", "host_memory", "planner", "time_kernels", "steps", "device"),
-)
-"""Options that decide what is found."""
-
-
 def main() -> None:
     """Plan or take a plan, train under it, compare, print."""
-    options = _arguments()
+    options = arguments(__doc__)
     setting = _setting(options)
     prepare_process(setting)
     trace = kept(_kept(options, "trace"), Trace.load, lambda: _trace(options, setting))
@@ -113,15 +107,30 @@ def main() -> None:
         _fit_to_toy(options, trace)
     plan = _plan(options, trace)
     findings = Findings(options.output, {name: getattr(options, name) for name in SUBJECT})
-    for name, value in _figures(options, _timed(options, trace), plan).items():
+    here = timed(options, trace)
+    machine = plan.hardware if options.hardware == "probe" else machine_of(options)
+    for name, value in _figures(options, here, plan).items():
         findings.add(name, value)
-    say(f"predicted {format_seconds(findings['predicted_seconds'])} a step")
     if options.until == "run":
+        if options.probe_disk:
+            findings.find("disk_before", lambda: disk_now(options, machine))
+        _predict(findings, here, plan, machine)
         findings.find("run", lambda: _train(options, setting, plan, findings))
+        if options.probe_disk:
+            findings.find("disk_after", lambda: disk_now(options, machine))
         if options.reference:
             findings.find("reference", lambda: _train_plainly(options, setting))
+    _predict(findings, here, plan, machine)
     _compare(findings)
     print(json.dumps(findings.values, indent=1, default=str))
+
+
+def _predict(findings: Findings, trace: Trace, plan: Plan, machine: Hardware) -> None:
+    """With the disk as it was around the run, as far as that is known."""
+    disks = [findings[name] for name in ("disk_before", "disk_after") if name in findings]
+    machine = with_disk(machine, disks) if disks else machine
+    findings.add("predicted_seconds", predicted_seconds(trace, plan, machine))
+    say(f"predicted {format_seconds(findings['predicted_seconds'])} a step")
 
 
 def _compare(findings: Findings) -> None:
@@ -145,43 +154,6 @@ def _kept(options: argparse.Namespace, what: str) -> Path | None:
     parts = [str(getattr(options, name)) for name in names if getattr(options, name) is not None]
     folder: Path = options.kept
     return folder / f"never-fits-{'-'.join(parts)}.{what}"
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--checkpoint", default="non-reentrant", help="none: keep activations")
-    parser.add_argument("--optimizer", default="fused", help="fused, foreach or for-loop")
-    parser.add_argument("--transform", help="e.g. optimizer-in-backward")
-    parser.add_argument("--gpu-memory", default="40GB")
-    parser.add_argument("--spare-gpu", default="500MB", help=_SPARE_HELP)
-    parser.add_argument("--host-memory", default="85GB")
-    parser.add_argument("--ssd-path", type=Path, help="folder on the disk [a temporary one]")
-    parser.add_argument("--hardware", default="probe", help="file or preset; probe: measure it")
-    parser.add_argument("--planner", default="optimal")
-    parser.add_argument("--time-limit", type=float, default=120, help="of the planner, seconds")
-    parser.add_argument(
-        "--kept", type=Path, help="folder for trace and plan, used if they are there"
-    )
-    parser.add_argument("--output", type=Path, help="file of what is known after every step")
-    parser.add_argument("--time-kernels", action="store_true", help="predict with their times here")
-    parser.add_argument("--timeline", type=Path, help="folder for what a late step did")
-    parser.add_argument("--until", choices=("plan", "run"), default="run")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--save", type=Path, help="save the state there at the end, and time it")
-    parser.add_argument("--reference", action="store_true", help="train without offloading too")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
-    options = parser.parse_args()
-    options.ssd_path = options.ssd_path or Path(tempfile.gettempdir())
-    if options.smoke:
-        options.model, options.device, options.sequence = SMOKE_MODEL, "cpu", 32
-        options.planner, options.hardware, options.reference = "greedy", "cpu", True
-    return options
 
 
 def _setting(options: argparse.Namespace) -> Setting:
@@ -215,23 +187,6 @@ def _trace(options: argparse.Namespace, setting: Setting) -> Trace:
     return trace
 
 
-def _timed(options: argparse.Namespace, trace: Trace) -> Trace:
-    """The trace with the times of its kernels on this GPU, where that was asked for."""
-    if not options.time_kernels:
-        return trace
-    began = time.perf_counter()
-    timings = time_kernels(trace, device=options.device)
-    with tempfile.TemporaryDirectory() as folder:
-        untimed = Path(folder) / "untimed.trace"
-        trace.save(untimed)
-        timed = teraio.trace(untimed, gpu="h200", timings=timings)
-    say(
-        f"kernels timed in {time.perf_counter() - began:.0f} s: ideal "
-        f"{format_seconds(timed.ideal_seconds)}, by the table {format_seconds(trace.ideal_seconds)}"
-    )
-    return timed
-
-
 def _state_bytes(trace: Trace) -> int:
     """Parameters, as many gradients, and the two moments of AdamW."""
     return 4 * int(trace.storages.nbytes[trace.storages.kind == "parameter"].sum())
@@ -256,7 +211,7 @@ def _made_plan(options: argparse.Namespace, trace: Trace) -> Plan:
     began = time.perf_counter()
     plan = teraio.plan(
         trace,
-        _machine(options),
+        machine_of(options),
         planner=options.planner,
         gpu_memory=_budget_bytes(options),
         host_memory=options.host_memory,
@@ -272,26 +227,6 @@ def _budget_bytes(options: argparse.Namespace) -> int:
     """What the plan may use of the GPU."""
     spare_bytes = 0 if options.smoke else parse_bytes(options.spare_gpu, "spare_gpu")
     return parse_bytes(options.gpu_memory, "gpu_memory") - spare_bytes
-
-
-def _machine(options: argparse.Namespace) -> Hardware:
-    if options.hardware == "probe":
-        machine = teraio.probe(
-            device=options.device, directory=options.ssd_path, quick=True, progress=say
-        )
-    else:
-        machine = Hardware.load(options.hardware)
-    # A file system that is filled to the last block is slow, and others may need some of it.
-    room_bytes = shutil.disk_usage(options.ssd_path).free * 9 // 10
-    is_this_one = options.until == "run" or options.hardware == "probe"
-    ssds = [
-        replace(ssd, capacity_bytes=min(ssd.capacity_bytes, room_bytes)) if is_this_one else ssd
-        for ssd in machine.ssd
-    ]
-    if options.smoke:
-        bounce, io = SMOKE_BOUNCE_BYTES, SMOKE_BOUNCE_BYTES // 4
-        ssds = [replace(ssd, bounce_bytes=bounce, preferred_io_bytes=io) for ssd in ssds]
-    return replace(machine, ssd=tuple(ssds))
 
 
 def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str, Any]:
@@ -310,21 +245,10 @@ def _figures(options: argparse.Namespace, trace: Trace, plan: Plan) -> dict[str,
         "arena_bytes": metadata.arena_bytes,
         "ssd_bytes_written": metadata.ssd_bytes_written,
         "planner": metadata.planner,
-        "predicted_seconds": _predicted_seconds(options, trace, plan),
         "ideal_seconds": trace.ideal_seconds,
         "kernels_timed": options.time_kernels,
         "lower_bound_seconds": metadata.lower_bound_seconds,
     }
-
-
-def _predicted_seconds(options: argparse.Namespace, trace: Trace, plan: Plan) -> float:
-    """Of a step, by the hardware that was given, which need not be the one that was planned for."""
-    if options.hardware == "probe" and not options.time_kernels:
-        return plan.predicted_seconds
-    machine = plan.hardware if options.hardware == "probe" else _machine(options)
-    budgets = plan.metadata.gpu_memory_bytes, plan.metadata.host_memory_bytes
-    machine = machine.with_budgets(*budgets)
-    return teraio.simulate(trace, plan, machine, record=False).iteration_seconds
 
 
 def _train(

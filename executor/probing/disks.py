@@ -35,15 +35,6 @@ what they write: most of it goes to blocks that have been written before, as in 
 _MOST_LATENCY_SHARE = 0.5
 """A latency that was fitted to small transfers takes no more of a large one's time."""
 
-_COPY_TURN_SECONDS = 0.07
-"""How long copies between a GPU and bounce buffers may wait while copies of the host tier follow
-each other without a gap (67 ms, again and again, on an H200 with PyTorch 2.11).
-"""
-
-_LEAST_BOUNCE_BYTES = 64 * MIB
-_MOST_BOUNCE_BYTES = 512 * MIB
-"""A transfer that is urgent waits for what is in the buffers of its direction."""
-
 _FALL = 0.1
 """Disks that lose more than this share beside each other are described by what they keep."""
 
@@ -70,15 +61,13 @@ class Disk:
 class MeasuredDisk:
     """All paths to a disk, the best one first; ``sustained`` None if that was not asked for.
 
-    ``gds_error`` says why there is no path through GPUDirect Storage, where one was tried;
-    ``is_beside_gpu``, whether what bounces is copied to and from one.
+    ``gds_error`` says why there is no path through GPUDirect Storage, where one was tried.
     """
 
     disk: Disk
     paths: tuple[MeasuredPath, ...]
     sustained: SustainedWrites | None
     gds_error: str = ""
-    is_beside_gpu: bool = False
 
     @property
     def lasting_write_rate(self) -> float | None:
@@ -109,20 +98,8 @@ class MeasuredDisk:
             capacity_bytes=self.disk.free_bytes * 9 // 10,
             paths=tuple(str(folder) for folder in self.disk.folders),
             gds=self.paths[0].backend == "gds",
-            bounce_bytes=self._bounce_bytes(fields["read_rate"], fields["write_rate"]),
             **fields,
         )
-
-    def _bounce_bytes(self, read_rate: float, write_rate: float) -> int:
-        """Enough for the disk to go on while copies wait: half of it is each direction's, and of
-        the reads' half one half is being read into.
-        """
-        least_bytes = _LEAST_BOUNCE_BYTES
-        if not self.is_beside_gpu or self.paths[0].backend == "gds":
-            return least_bytes
-        nbytes = 2 * max(2 * read_rate, write_rate) * _COPY_TURN_SECONDS
-        num_least = max(1, -int(-nbytes // least_bytes))
-        return min(num_least * least_bytes, _MOST_BOUNCE_BYTES)
 
     def _beyond_latency(self, rate: float) -> float:
         """The rate that with the fitted latency makes sustained transfers as fast as they were.
@@ -155,13 +132,13 @@ class DiskProbe:
             for folder in disk.folders:
                 check_directory(folder, 2 * _half_bytes(effort) // len(disk.folders))
 
-    def measure(self, disk: Disk) -> MeasuredDisk:
-        """Every path to the disk, then its sustained writes on the best one.
+    def measure(self, disk: Disk, backend: str | None = None) -> MeasuredDisk:
+        """Every path to the disk (or that of ``backend``), then its sustained writes on the best.
 
-        Raises StoreError if ordinary files do not work there.
+        Raises StoreError if the backend, or ordinary files, do not work there.
         """
-        paths, gds_error = [self._path(disk, "file")], ""
-        if self._place.is_cuda:
+        paths, gds_error = [self._path(disk, backend or "file")], ""
+        if self._place.is_cuda and backend is None:
             try:
                 paths.append(self._path(disk, "gds"))
             except StoreError as error:
@@ -171,7 +148,7 @@ class DiskProbe:
         sustained = None
         if self._effort.sustained_seconds > 0:
             sustained = self._sustain(disk, paths[0])
-        return MeasuredDisk(disk, tuple(paths), sustained, gds_error, self._place.is_cuda)
+        return MeasuredDisk(disk, tuple(paths), sustained, gds_error)
 
     def shares_beside_each_other(self, disks: Sequence[MeasuredDisk]) -> list[float]:
         """The share of its rate that each disk keeps while all of them transfer, at most 1."""

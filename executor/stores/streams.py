@@ -3,7 +3,8 @@
 Note: who waits for what
   copy stream     -> the point of the compute stream at issue: the source has been computed, and
                      earlier work is through with memory just given to a destination
-  copy stream     -> transfers of other streams that touch the same bytes of the arena
+  copy stream     -> transfers of other queues that touch the same bytes of the arena
+  copy stream     -> its queue's last copy, where that was in the other stream
   compute stream  -> a transfer's end, through make_stream_wait
 The host waits for nothing. A transfer is kept, and with it its device memory, until its end event
 has been seen, so PyTorch's allocator cannot hand the memory on under a copy.
@@ -19,6 +20,11 @@ import torch
 
 from teraio.errors import StoreError
 from teraio.executor.stores.in_flight import InFlight
+
+TURN_BYTES = 64 * 2**20
+"""What one stream of a queue copies before it is the other's turn: a millisecond."""
+
+_STREAMS_PER_QUEUE = 2
 
 _REBASE_SECONDS = 30.0
 _ROUND_TRIPS = 10
@@ -57,7 +63,7 @@ def _timed_event() -> tuple[float, float, torch.cuda.Event]:
 
 @dataclass(eq=False)
 class StreamTransfer:
-    """A transfer on a copy stream; see :class:`teraio.executor.stores.base.Transfer`."""
+    """A transfer on copy streams; see :class:`teraio.executor.stores.base.Transfer`."""
 
     is_write: bool
     offset_bytes: int
@@ -66,7 +72,7 @@ class StreamTransfer:
     start: torch.cuda.Event
     end: torch.cuda.Event
     buffer: torch.Tensor | None
-    stream: torch.cuda.Stream
+    queue: StreamQueue
     _seconds: tuple[float, float] | None = field(default=None, init=False)
 
     @property
@@ -107,21 +113,71 @@ class StreamTransfer:
         self.buffer = None
 
 
+class StreamQueue:
+    """Copies in the order of issue, on streams that take turns.
+
+    A GPU's copy engine stays with a stream for as long as that has something to copy: an H200 let
+    copies of other streams, also of one with a higher priority, wait for all that was queued, half
+    a second. A stream that waits for the other one of its queue lets them in.
+    """
+
+    def __init__(self, *, is_urgent: bool) -> None:
+        priority = -1 if is_urgent else 0
+        self._streams = deque(
+            torch.cuda.Stream(priority=priority) for _ in range(_STREAMS_PER_QUEUE)
+        )
+        self._bytes_of_turn = 0
+        self.transfers: deque[StreamTransfer] = deque()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Whose turn it is: what is put into it comes after all that the queue has."""
+        return self._streams[0]
+
+    def begin_copy(self, nbytes: int) -> None:
+        """It is the next stream's turn, if so many bytes more are too many for one turn."""
+        if self._bytes_of_turn > 0 and self._bytes_of_turn + nbytes > TURN_BYTES:
+            self._streams.rotate()
+            self.stream.wait_stream(self._streams[1])
+            self._bytes_of_turn = 0
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy uint8 (nbytes,), in several turns if that is much. The current stream changes."""
+        for begin in range(0, to.numel(), TURN_BYTES):
+            chunk = slice(begin, min(begin + TURN_BYTES, to.numel()))
+            nbytes = chunk.stop - begin
+            self.begin_copy(nbytes)
+            # Cheaper than torch.cuda.stream(), which looks the current stream and device up again.
+            torch.cuda.set_stream(self.stream)
+            to[chunk].copy_(source[chunk], non_blocking=True)
+            self._bytes_of_turn += nbytes
+
+    def forget_ended(self, in_flight: InFlight[StreamTransfer]) -> None:
+        """Copies end in order, so the first that has not ended ends the search."""
+        while self.transfers and self.transfers[0].done:
+            in_flight.remove(self.transfers.popleft())
+
+    def close(self) -> None:
+        """Wait for the streams. Whoever keeps a transfer, for a report, keeps not what it moved."""
+        for stream in self._streams:
+            stream.synchronize()
+        for transfer in self.transfers:
+            transfer.wait()
+        self.transfers.clear()
+
+
 class StreamQueues:
-    """One copy stream per direction, and one of higher priority for urgent transfers of each."""
+    """One queue per direction, and one of higher priority for urgent transfers of each."""
 
     def __init__(self, name: str, arena: torch.Tensor, clock: CudaClock | None = None) -> None:
         self._name = name
         self._arena = arena
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._clock = clock or CudaClock()
-        self._streams = {
-            (is_write, is_urgent): torch.cuda.Stream(priority=-1 if is_urgent else 0)
+        self._queues = {
+            (is_write, is_urgent): StreamQueue(is_urgent=is_urgent)
             for is_write in (False, True)
             for is_urgent in (False, True)
-        }
-        self._outstanding: dict[tuple[bool, bool], deque[StreamTransfer]] = {
-            key: deque() for key in self._streams
         }
         self._in_flight: InFlight[StreamTransfer] = InFlight()
         self._is_closed = False
@@ -135,54 +191,41 @@ class StreamQueues:
         is_urgent: bool,
         after: torch.cuda.Event | None,
     ) -> StreamTransfer:
-        """Put a copy into its stream. Raises StoreError if closed."""
+        """Put a copy into its queue. Raises StoreError if closed."""
         if self._is_closed:
             raise StoreError(f"{self._name}: the store is closed")
         compute = torch.cuda.current_stream(self._device)
-        stream = self._streams[is_write, is_urgent]
+        queue, nbytes = self._queues[is_write, is_urgent], buffer.numel()
+        queue.begin_copy(nbytes)
         if after is not None:
-            stream.wait_event(after)
-        nbytes = buffer.numel()
-        self._forget_ended()
+            queue.stream.wait_event(after)
+        for each in self._queues.values():
+            each.forget_ended(self._in_flight)
         for earlier in self._in_flight.overlapping(offset_bytes, nbytes):
-            if (earlier.is_write or is_write) and earlier.stream is not stream:
-                stream.wait_event(earlier.end)
+            if (earlier.is_write or is_write) and earlier.queue is not queue:
+                queue.stream.wait_event(earlier.end)
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        # Cheaper than torch.cuda.stream(), which looks the current stream and device up again.
-        torch.cuda.set_stream(stream)
+        start.record(queue.stream)
         try:
             with torch._C._DisableTorchDispatch():
                 slot = self._arena[offset_bytes : offset_bytes + nbytes]
-                to, source = (slot, buffer) if is_write else (buffer, slot)
-                to.copy_(source, non_blocking=True)
+                queue.copy(*((slot, buffer) if is_write else (buffer, slot)))
         finally:
             torch.cuda.set_stream(compute)
-        end.record(stream)
+        end.record(queue.stream)
         transfer = StreamTransfer(
-            is_write, offset_bytes, nbytes, self._clock, start, end, buffer, stream
+            is_write, offset_bytes, nbytes, self._clock, start, end, buffer, queue
         )
-        self._outstanding[is_write, is_urgent].append(transfer)
+        queue.transfers.append(transfer)
         self._in_flight.add(transfer)
         return transfer
 
-    def _forget_ended(self) -> None:
-        # A stream serves its transfers in order, so the first that has not ended ends the search.
-        for transfers in self._outstanding.values():
-            while transfers and transfers[0].done:
-                self._in_flight.remove(transfers.popleft())
-
     def close(self) -> None:
-        """Wait for the streams."""
+        """Wait for what is under way."""
         self._is_closed = True
-        for stream in self._streams.values():
-            stream.synchronize()
-        for transfers in self._outstanding.values():
-            for transfer in transfers:
-                # Whoever keeps it, for a report, does not keep what it has moved.
-                transfer.wait()
-        self._outstanding.clear()
+        for queue in self._queues.values():
+            queue.close()
         self._in_flight = InFlight()
         self._arena = torch.empty(0, dtype=torch.uint8)
 

@@ -225,7 +225,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     script, output = root / "benchmarks" / "never_fits.py", tmp_path / "found.json"
     command = [sys.executable, str(script), "--smoke", "--steps", "3", "--ssd-path", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--kept", str(tmp_path / "kept"), "--output", str(output)],
+        [*command, "--probe-disk", "--kept", str(tmp_path / "kept"), "--output", str(output)],
         env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -239,6 +239,8 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert figures["same_losses"] is True
     assert figures["seconds_so_far"] == figures["run"]["all_step_seconds"]
     assert figures["run"]["peak_bytes"] <= figures["gpu_memory_bytes"]
+    for disk in ("disk_before", "disk_after"):
+        assert 0 < figures[disk]["duplex_read_rate"] <= figures[disk]["read_rate"]
     assert figures["run"]["moves_found"] >= 0.95 * figures["run"]["moves_planned"] > 0
 
 

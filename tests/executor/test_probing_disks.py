@@ -176,20 +176,6 @@ def test_reads_of_the_long_run_count_and_writes_only_if_slower(
     assert (ssd.duplex_read_rate, ssd.duplex_write_rate) == (1e9, 1.1e9)
 
 
-@pytest.mark.parametrize(
-    ("read_rate", "is_beside_gpu", "bounce_mib"),
-    [(2e9, False, 64), (1e9, True, 320), (1e8, True, 64), (2e10, True, 512)],
-)
-def test_bounce_buffers_hold_what_the_disk_moves_while_copies_wait(
-    read_rate: float, is_beside_gpu: bool, bounce_mib: int, tmp_path: Path
-) -> None:
-    """Both directions, and of reads as much again that is on its way from the disk."""
-    path = MeasuredPath("ssd0", "file", 0, (), Fit(read_rate, 1e8, 1e8, 1e8, 0.0))
-    disk = Disk("ssd0", (tmp_path,))
-    measured = disks.MeasuredDisk(disk, (path,), None, is_beside_gpu=is_beside_gpu)
-    assert measured.as_ssd().bounce_bytes == bounce_mib * 2**20
-
-
 def _both(fit: Any) -> float:
     total: float = fit.duplex_read_rate + fit.duplex_write_rate
     return total
