@@ -13,7 +13,8 @@ from teraio.contracts.table import FloatArray
 from teraio.planner.fluid.linear_program import LinearProgram
 
 LARGE_ROWS = 20_000
-"""From here on HiGHS' interior point method is tried before GLOP's simplex."""
+"""From here on HiGHS' interior point method is tried before GLOP's dual simplex: that takes half as
+long to twice as long there, and below a third to two thirds of its time."""
 
 _PRESOLVE_SECONDS_PER_ROW = 3e-5
 """HiGHS forgets a limit that is over before its presolve is; seen with a limit of 0.05 s."""
@@ -63,8 +64,8 @@ def _attempt(
     keywords: dict[str, Any] = {}
     if time_limit is not None:
         keywords["time_limit"] = datetime.timedelta(seconds=max(time_limit, 0.001))
-    if solver == "HIGHS":
-        keywords["lp_algorithm"] = mathopt.LPAlgorithm.BARRIER
+    algorithm = mathopt.LPAlgorithm
+    keywords["lp_algorithm"] = algorithm.BARRIER if solver == "HIGHS" else algorithm.DUAL_SIMPLEX
     if not presolves:
         keywords["presolve"] = mathopt.Emphasis.OFF
     model = mathopt.Model.from_model_proto(_to_proto(program))
@@ -79,11 +80,16 @@ def _attempt(
 
 
 def _read(result: Any, program: LinearProgram) -> Solution:
+    from ortools.math_opt.python import mathopt
+
     status = str(result.termination.reason.name).lower()
     values = duals = None
     for solution in result.solutions:
-        if values is None and solution.primal_solution is not None:
-            values = _by_id(solution.primal_solution.variable_values, len(program.cost))
+        primal = solution.primal_solution
+        # The dual simplex tells values of infeasible programs too.
+        is_feasible = primal and primal.feasibility_status is mathopt.SolutionStatus.FEASIBLE
+        if values is None and is_feasible:
+            values = _by_id(primal.variable_values, len(program.cost))
         if duals is None and solution.dual_solution is not None:
             duals = _by_id(solution.dual_solution.dual_values, len(program.row_lower))
     return Solution(status, values, duals)

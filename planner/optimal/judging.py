@@ -32,7 +32,7 @@ def judge(problem: Problem, timed: Timed, device: IntArray) -> Judged:
     """Simulate until steady. ``device`` int64 (rows,) is the choice that was timed."""
     moves = _planned_moves(problem, timed, device)
     engine = engine_of_moves(problem.trace, moves, problem.machine, record=True)
-    cycle = find_cycle(engine, _MAX_ITERATIONS, _cannot_end, None)
+    cycle = find_cycle(engine, _MAX_ITERATIONS, _cannot_end, None, keeps_events=False)
     seconds = [int(turn.account["iteration"][0]) for turn in cycle.iterations]
     mean = float(np.mean(seconds)) / PICOSECONDS_PER_SECOND
     events = cycle.iterations[-1].events

@@ -81,13 +81,17 @@ class Search:
         """Whether the time is up."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def try_longest_idle(self) -> None:
+    def try_longest_idle(self, max_rounds: int | None = None) -> None:
         """The first choice, without any guide: whatever is idle longest leaves."""
         nothing = np.full(len(self.problem.period), STAYS)
-        self.try_choice(nothing, kernel_starts_seconds(self.problem.trace), "longest idle")
+        starts = kernel_starts_seconds(self.problem.trace)
+        self.try_choice(nothing, starts, "longest idle", max_rounds)
 
-    def try_choice(self, device: IntArray, starts: FloatArray, origin: str) -> Found | None:
-        """Repair, time and judge a choice on a timeline; again on the simulated one while it helps.
+    def try_choice(
+        self, device: IntArray, starts: FloatArray, origin: str, max_rounds: int | None = None
+    ) -> Found | None:
+        """Repair, time and judge a choice on a timeline; again on the simulated one while it helps,
+        at most ``max_rounds`` times (None: as often as is usual).
 
         Returns the best of these; None if the choice cannot be made to fit, also into the write
         budgets of the iteration that it gives.
@@ -96,7 +100,7 @@ class Search:
         seconds = max(ideal_seconds, float(starts[-1]))
         while True:
             repaired = repair_within_budgets(self.problem, device, seconds)
-            best = None if repaired is None else self._fastest(repaired, starts, origin)
+            best = None if repaired is None else self._fastest(repaired, starts, origin, max_rounds)
             if best is None:
                 return None
             if keeps_to_budgets(self.problem, best.device, best.seconds):
@@ -157,13 +161,15 @@ class Search:
                 self.found[:] = [*others, best._replace(timed=timed, seconds=judged.seconds)]
                 return
 
-    def _fastest(self, repaired: IntArray, starts: FloatArray, origin: str) -> Found | None:
+    def _fastest(
+        self, repaired: IntArray, starts: FloatArray, origin: str, max_rounds: int | None
+    ) -> Found | None:
         """Time and judge, on the timeline and on those that come of it: while that helps, and on
         small traces until it changes nothing, since a step back may lead to a larger one ahead.
         """
         is_small = self.problem.is_small
         best, seconds = None, 0.0
-        for _ in range(_MAX_ROUNDS_OF_SMALL if is_small else _MAX_ROUNDS):
+        for _ in range(max_rounds or (_MAX_ROUNDS_OF_SMALL if is_small else _MAX_ROUNDS)):
             found = self._judged(repaired, starts, origin)
             if found is None:
                 break

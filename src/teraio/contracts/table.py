@@ -149,13 +149,21 @@ class Table:
             digest.update(f"{column.name}:{column.kind}:{len(self)};".encode())
             values = getattr(self, column.name)
             if column.kind == "text":
-                digest.update(json.dumps(values.tolist()).encode())
+                digest.update(_as_json(values.tolist()).encode())
             else:
                 digest.update(np.ascontiguousarray(values).tobytes())
 
 
+def _as_json(texts: list[str]) -> str:
+    """``json.dumps(texts)``, each different text encoded once."""
+    encoded = {text: json.dumps(text) for text in set(texts)}
+    return f"[{', '.join([encoded[text] for text in texts])}]"
+
+
 def _as_array(values: Any, column: Column, table: str) -> npt.NDArray[Any]:
     if column.kind == "text":
+        if _holds_texts(values):
+            return values.copy()  # type: ignore[no-any-return]
         array = np.empty(len(values), dtype=object)
         array[:] = [str(v) for v in values]
         return array
@@ -166,6 +174,12 @@ def _as_array(values: Any, column: Column, table: str) -> npt.NDArray[Any]:
         return np.array(raw, dtype=_DTYPES[column.kind]).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{table}.{column.name}: not readable as {column.kind}: {error}") from None
+
+
+def _holds_texts(values: Any) -> bool:
+    """Whether it is an array of texts already, as another table's columns are."""
+    is_array = isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1
+    return is_array and set(map(type, values.tolist())) <= {str}
 
 
 def _from_arrow_column(values: pa.ChunkedArray, column: Column, file: str) -> npt.NDArray[Any]:
