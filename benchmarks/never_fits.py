@@ -7,31 +7,35 @@
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json
     python benchmarks/never_fits.py --kept FOLDER --output never_fits.json --until plan \
         --hardware PROBED      # the prediction again, by what the machine turned out to be
-    python benchmarks/never_fits.py --kept FOLDER --hardware PROBED --time-kernels --probe-disk
+    python benchmarks/never_fits.py --kept FOLDER --hardware PROBED --time-kernels --watch-disk 3
 
 The model is traced without a GPU, planned for the machine at hand, built inside the run, every
 parameter in its tier, and trained; with --reference also without any offloading, and the losses are
 compared bit for bit (with deterministic algorithms, which take longer). Prints one JSON object at
 the end. --kept is a folder for trace and plan, made once, so that planning and running can be done
 apart. --time-kernels: the step is predicted with what the model's kernels take on this GPU, as
-`teraio time` finds out, and not with what the trace's table of GPUs says. --probe-disk: and with
-what the disk does right before and right after the run, on average; virtual disks were a fifth
-faster or slower a few minutes later. --output gets what is known after every step; a run or a
+`teraio time` finds out, and not with what the trace's table of GPUs says. --watch-disk N: and with
+what the disk does between the steps, measured anew after every N of them; virtual disks were a
+fifth faster or slower a minute later. --output gets what is known after every step; a run or a
 reference that is whole there is not repeated. --smoke is a run of seconds on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from benchmarks.disk_watch import DiskWatch, with_disk
     from benchmarks.h200_rows import Setting, say
     from benchmarks.h200_training import (
         HostMemory,
@@ -45,15 +49,10 @@ if TYPE_CHECKING:
         synchronize,
     )
     from benchmarks.never_fits_options import SUBJECT, arguments
-    from benchmarks.never_fits_prediction import (
-        disk_now,
-        machine_of,
-        predicted_seconds,
-        timed,
-        with_disk,
-    )
+    from benchmarks.never_fits_prediction import machine_of, predicted_seconds, timed
     from benchmarks.partial_results import Findings, kept
 else:  # A script's own folder is on its path, the repository's root is not.
+    from disk_watch import DiskWatch, with_disk
     from h200_rows import Setting, say
     from h200_training import (
         HostMemory,
@@ -67,10 +66,10 @@ else:  # A script's own folder is on its path, the repository's root is not.
         synchronize,
     )
     from never_fits_options import SUBJECT, arguments
-    from never_fits_prediction import disk_now, machine_of, predicted_seconds, timed, with_disk
+    from never_fits_prediction import machine_of, predicted_seconds, timed
     from partial_results import Findings, kept
 
-from torch import nn
+from torch import Tensor, nn
 
 import teraio
 from teraio.contracts.hardware import Hardware
@@ -112,12 +111,8 @@ def main() -> None:
     for name, value in _figures(options, here, plan).items():
         findings.add(name, value)
     if options.until == "run":
-        if options.probe_disk:
-            findings.find("disk_before", lambda: disk_now(options, machine))
         _predict(findings, here, plan, machine)
         findings.find("run", lambda: _train(options, setting, plan, findings))
-        if options.probe_disk:
-            findings.find("disk_after", lambda: disk_now(options, machine))
         if options.reference:
             findings.find("reference", lambda: _train_plainly(options, setting))
     _predict(findings, here, plan, machine)
@@ -126,8 +121,8 @@ def main() -> None:
 
 
 def _predict(findings: Findings, trace: Trace, plan: Plan, machine: Hardware) -> None:
-    """With the disk as it was around the run, as far as that is known."""
-    disks = [findings[name] for name in ("disk_before", "disk_after") if name in findings]
+    """With the disk as it was between the steps, as far as that was measured."""
+    disks = findings["run"]["disks"] if "run" in findings else []
     machine = with_disk(machine, disks) if disks else machine
     findings.add("predicted_seconds", predicted_seconds(trace, plan, machine))
     say(f"predicted {format_seconds(findings['predicted_seconds'])} a step")
@@ -272,14 +267,14 @@ def _train(
         return made[0].model
 
     figures: dict[str, Any] = {}
-    with execution as run:
+    with _watch(options, plan.hardware) as watch, execution as run:
         marks.append(time.perf_counter())
         say(f"host memory and files made ready in {marks[1] - marks[0]:.0f} s")
         run.build(make)
         synchronize(options.device)
         marks.append(time.perf_counter())
         say(f"built in its tiers in {marks[2] - marks[1]:.0f} s")
-        figures |= _steps(options, made[0], findings)
+        figures |= _steps(options, made[0], findings, watch)
         figures |= peaks(options.device) | host.as_row()
         if options.save is not None:
             began = time.perf_counter()
@@ -298,6 +293,16 @@ def _train(
     _say_rates(run.report.ssd_files, plan.hardware)
     figures["made_on"] = made_on(options.device)
     return figures | {name: getattr(run.report, name) for name in REPORTED}
+
+
+@contextmanager
+def _watch(options: argparse.Namespace, hardware: Hardware) -> Iterator[DiskWatch | None]:
+    if options.watch_disk is None:
+        yield None
+        return
+    amounts = {"half_bytes": 2**20, "num_transfers": 8} if options.smoke else {}
+    with DiskWatch(hardware.ssd[0], options.ssd_path, **amounts) as watch:
+        yield watch
 
 
 def _say_rates(uses: Sequence[FileUse], hardware: Hardware) -> None:
@@ -323,23 +328,58 @@ def _train_plainly(options: argparse.Namespace, setting: Setting) -> dict[str, A
 
 
 def _steps(
-    options: argparse.Namespace, trainee: Trainee, findings: Findings | None = None
+    options: argparse.Namespace,
+    trainee: Trainee,
+    findings: Findings | None = None,
+    watch: DiskWatch | None = None,
 ) -> dict[str, Any]:
-    """Losses stay tensors: what reads them inside a run would be one more kernel."""
-    told: list[float] = []
+    """Losses stay tensors: what reads them inside a run would be one more kernel.
 
-    def tell(number: int, seconds: float) -> None:
-        say(f"step {number}: {format_seconds(seconds)}")
+    With ``watch`` the training pauses now and then; the first step after a pause does not count.
+    """
+    losses: list[Tensor] = []
+    told: list[float] = []
+    counted: list[float] = []
+    disks: list[dict[str, float]] = []
+
+    def tell(_: int, seconds: float) -> None:
+        say(f"step {len(told)}: {format_seconds(seconds)}")
         told.append(seconds)
         if findings is not None:
             findings.add("seconds_so_far", told)
 
-    losses, seconds = run_told(trainee.step, options.steps, options.device, tell)
+    for begin, end in _stretches(options.steps, None if watch is None else options.watch_disk):
+        if watch is not None and begin > 0:
+            disks.append(_told_rates(watch))
+        step = functools.partial(_step, trainee, begin)
+        found, seconds = run_told(step, end - begin, options.device, tell)
+        losses += found
+        if begin > 0:
+            counted += seconds if watch is None else seconds[1:]
+    if watch is not None:
+        disks.append(_told_rates(watch))
     return {
         "losses": losses,
-        "all_step_seconds": seconds,
-        "step_seconds": statistics.median(seconds[WARM_UP:] or seconds[2:] or seconds),
+        "all_step_seconds": told,
+        "step_seconds": statistics.median(counted or told[2:] or told),
+        "disks": disks,
     }
+
+
+def _step(trainee: Trainee, begin: int, number: int) -> Tensor:
+    return trainee.step(begin + number)
+
+
+def _stretches(num_steps: int, length: int | None) -> list[tuple[int, int]]:
+    """Begin and end of steps without a pause: those that do not count, then ``length`` each."""
+    begins = [0, *range(WARM_UP, num_steps, length or num_steps)]
+    return list(pairwise([*begins, num_steps]))
+
+
+def _told_rates(watch: DiskWatch) -> dict[str, float]:
+    rates = watch.rates()
+    say("disk now: " + ", ".join(f"{kind} {format_rate(rate)}" for kind, rate in rates.items()))
+    return rates
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _SPARE_HELP = (
 SUBJECT = (
     *("model", "micro_batch_size", "sequence", "checkpoint", "optimizer", "transform"),
     *("gpu_memory", "spare_gpu", "host_memory", "planner", "time_kernels", "steps", "device"),
-    "probe_disk",
+    "watch_disk",
 )
 """Options that decide what is found."""
 
@@ -43,7 +43,9 @@ def arguments(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, help="file of what is known after every step")
     parser.add_argument("--time-kernels", action="store_true", help="predict with their times here")
-    parser.add_argument("--probe-disk", action="store_true", help="before and after the run")
+    parser.add_argument(
+        "--watch-disk", type=int, metavar="N", help="measure it again after every N steps"
+    )
     parser.add_argument("--timeline", type=Path, help="folder for what a late step did")
     parser.add_argument("--until", choices=("plan", "run"), default="run")
     parser.add_argument("--steps", type=int, default=10)
@@ -53,6 +55,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
     options.ssd_path = options.ssd_path or Path(tempfile.gettempdir())
+    if options.watch_disk is not None and options.watch_disk < 2:
+        parser.error("--watch-disk: at least 2 steps, since the first after a pause does not count")
     if options.smoke:
         options.model, options.device, options.sequence = SMOKE_MODEL, "cpu", 32
         options.planner, options.hardware, options.reference = "greedy", "cpu", True

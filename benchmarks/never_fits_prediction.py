@@ -1,4 +1,4 @@
-"""What never_fits.py predicts a step with: this machine, its disk right now, its kernels' times."""
+"""What never_fits.py predicts a step with: a machine, and the times of kernels on this one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,13 +18,11 @@ else:  # A script's own folder is on its path, the repository's root is not.
 import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
-from teraio.executor import probe_disks
 from teraio.profiler import time_kernels
 from teraio.traces.trace import Trace
-from teraio.units import format_rate, format_seconds
+from teraio.units import format_seconds
 
 SMOKE_BOUNCE_BYTES = 2**18
-RATES = ("read_rate", "write_rate", "duplex_read_rate", "duplex_write_rate", "latency_seconds")
 
 
 def timed(options: argparse.Namespace, trace: Trace) -> Trace:
@@ -66,30 +62,6 @@ def machine_of(options: argparse.Namespace) -> Hardware:
         bounce, io = SMOKE_BOUNCE_BYTES, SMOKE_BOUNCE_BYTES // 4
         ssds = [replace(ssd, bounce_bytes=bounce, preferred_io_bytes=io) for ssd in ssds]
     return replace(machine, ssd=tuple(ssds))
-
-
-def disk_now(options: argparse.Namespace, hardware: Hardware) -> dict[str, float]:
-    """Rates (bytes per second) and latency (s) of the only SSD at this moment."""
-    began = time.perf_counter()
-    sizes = (SMOKE_BOUNCE_BYTES,) if options.smoke else (2**24, 2**26)
-    [ssd] = probe_disks(
-        hardware,
-        device=options.device,
-        directory=options.ssd_path,
-        sizes=sizes,
-        sustained_seconds=0.1 if options.smoke else 6,
-    ).ssd
-    rates = {name: float(getattr(ssd, name)) for name in RATES}
-    told = " / ".join(format_rate(rates[name]) for name in RATES[:4])
-    say(f"disk measured in {time.perf_counter() - began:.0f} s: {told} (two at once)")
-    return rates
-
-
-def with_disk(hardware: Hardware, found: Sequence[dict[str, float]]) -> Hardware:
-    """The hardware whose SSD does what it did on average when it was measured."""
-    mean = {name: fmean(each[name] for each in found) for name in RATES}
-    ssds = [replace(ssd, **mean) for ssd in hardware.ssd]  # type: ignore[arg-type]
-    return replace(hardware, ssd=tuple(ssds))
 
 
 def predicted_seconds(trace: Trace, plan: Plan, machine: Hardware) -> float:

@@ -9,7 +9,7 @@ from teraio.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from teraio.executor.execution import Execution, RunReport, execute, run_script
-    from teraio.executor.probing import Measurements, measure_machine, probe, probe_disks
+    from teraio.executor.probing import Measurements, measure_machine, probe
     from teraio.executor.raw_pointers import guard
     from teraio.executor.replaying.plan_replay import Replay, replay
 
@@ -22,7 +22,6 @@ _HOME_OF_NAME = {
     "guard": "teraio.executor.raw_pointers",
     "measure_machine": "teraio.executor.probing",
     "probe": "teraio.executor.probing",
-    "probe_disks": "teraio.executor.probing",
     "replay": "teraio.executor.replaying.plan_replay",
     "run_script": "teraio.executor.execution",
 }
@@ -36,7 +35,6 @@ __all__ = [
     "guard",
     "measure_machine",
     "probe",
-    "probe_disks",
     "replay",
     "run_script",
 ]

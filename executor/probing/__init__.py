@@ -3,6 +3,5 @@
 from teraio.executor.probing.limits import usable_memory_bytes
 from teraio.executor.probing.machine import measure_machine, probe
 from teraio.executor.probing.measurements import Measurements
-from teraio.executor.probing.renewal import probe_disks
 
-__all__ = ["Measurements", "measure_machine", "probe", "probe_disks", "usable_memory_bytes"]
+__all__ = ["Measurements", "measure_machine", "probe", "usable_memory_bytes"]

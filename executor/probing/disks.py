@@ -132,13 +132,13 @@ class DiskProbe:
             for folder in disk.folders:
                 check_directory(folder, 2 * _half_bytes(effort) // len(disk.folders))
 
-    def measure(self, disk: Disk, backend: str | None = None) -> MeasuredDisk:
-        """Every path to the disk (or that of ``backend``), then its sustained writes on the best.
+    def measure(self, disk: Disk) -> MeasuredDisk:
+        """Every path to the disk, then its sustained writes on the best one.
 
-        Raises StoreError if the backend, or ordinary files, do not work there.
+        Raises StoreError if ordinary files do not work there.
         """
-        paths, gds_error = [self._path(disk, backend or "file")], ""
-        if self._place.is_cuda and backend is None:
+        paths, gds_error = [self._path(disk, "file")], ""
+        if self._place.is_cuda:
             try:
                 paths.append(self._path(disk, "gds"))
             except StoreError as error:
