@@ -1,8 +1,7 @@
 """Bounce buffers: while some pieces travel between memory and buffer, others are on the disk.
 
-On a GPU the copy of a piece takes a third of a millisecond, but may have to wait for its turn:
-while copies of the host tier follow each other without a gap, an H200 was seen to serve another
-stream's copies every 67 ms only. So nothing is awaited before its buffer is needed again: the disk
+On a GPU the copy of a piece takes a third of a millisecond, but may have to wait for its turn
+beside copies of other streams. So nothing is awaited before its buffer is needed again: the disk
 works on, also for the transfers that come next, and all copies that wait are made together.
 
     write: queue's thread asks for the copy -> disk's thread awaits it and writes
