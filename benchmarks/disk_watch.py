@@ -7,7 +7,7 @@ one measurement before a run says little of a step in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,7 @@ from teraio.executor.probing.links import rates_at_once
 from teraio.executor.probing.transfers import TransferBench
 from teraio.executor.stores import FileStore
 
-_SETTLING_SECONDS = 1.0
-"""What the training has issued to the disk comes to its end meanwhile."""
+_QUIET_SECONDS = 0.5
 
 
 class DiskWatch:
@@ -56,9 +55,15 @@ class DiskWatch:
     ) -> None:
         self._store.close()
 
-    def rates(self) -> dict[str, float]:
-        """Bytes per second now: read, write, duplex_read, duplex_write."""
-        time.sleep(_SETTLING_SECONDS)
+    def rates(self, moved: Callable[[], object]) -> dict[str, float]:
+        """Bytes per second now: read, write, duplex_read, duplex_write.
+
+        First waits for what has been issued to the disk: until ``moved`` says the same twice.
+        """
+        before, now = None, moved()
+        while before != now:
+            time.sleep(_QUIET_SECONDS)
+            before, now = now, moved()
         # What runs under a plan does not see this.
         with torch._C._DisableTorchDispatch():
             [rates] = rates_at_once([self._bench], self._nbytes, self._num_transfers)

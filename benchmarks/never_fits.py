@@ -27,7 +27,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         setup_of,
         synchronize,
     )
-    from benchmarks.never_fits_options import SUBJECT, arguments
+    from benchmarks.never_fits_options import arguments, subject_of
     from benchmarks.never_fits_prediction import machine_of, predicted_seconds, timed
     from benchmarks.partial_results import Findings, kept
 else:  # A script's own folder is on its path, the repository's root is not.
@@ -65,7 +65,7 @@ else:  # A script's own folder is on its path, the repository's root is not.
         setup_of,
         synchronize,
     )
-    from never_fits_options import SUBJECT, arguments
+    from never_fits_options import arguments, subject_of
     from never_fits_prediction import machine_of, predicted_seconds, timed
     from partial_results import Findings, kept
 
@@ -74,6 +74,7 @@ from torch import Tensor, nn
 import teraio
 from teraio.contracts.hardware import Hardware
 from teraio.contracts.plan import Plan
+from teraio.executor import Execution
 from teraio.executor.stores import FileUse
 from teraio.traces.trace import Trace
 from teraio.units import format_bytes, format_rate, format_seconds, parse_bytes
@@ -105,9 +106,11 @@ def main() -> None:
     if options.smoke:
         _fit_to_toy(options, trace)
     plan = _plan(options, trace)
-    findings = Findings(options.output, {name: getattr(options, name) for name in SUBJECT})
+    findings = Findings(options.output, subject_of(options))
     here = timed(options, trace)
     machine = plan.hardware if options.hardware == "probe" else machine_of(options)
+    if options.watch_disk is not None and len(machine.ssd) != 1:
+        raise SystemExit(f"--watch-disk: is for one SSD, the machine has {len(machine.ssd)}")
     for name, value in _figures(options, here, plan).items():
         findings.add(name, value)
     if options.until == "run":
@@ -274,7 +277,8 @@ def _train(
         synchronize(options.device)
         marks.append(time.perf_counter())
         say(f"built in its tiers in {marks[2] - marks[1]:.0f} s")
-        figures |= _steps(options, made[0], findings, watch)
+        rates = None if watch is None else functools.partial(_told_rates, watch, run)
+        figures |= _steps(options, made[0], findings, rates)
         figures |= peaks(options.device) | host.as_row()
         if options.save is not None:
             began = time.perf_counter()
@@ -285,8 +289,9 @@ def _train(
         marks[1] - marks[0],
         marks[2] - marks[1],
     )
-    figures["measured_seconds"] = run.report.measured_seconds
-    figures["recent"] = [asdict(each) for each in run.report.recent]
+    if options.watch_disk is None:  # Else its own clock has the pauses in it.
+        figures["measured_seconds"] = run.report.measured_seconds
+        figures["recent"] = [asdict(each) for each in run.report.recent]
     if options.timeline is not None:
         run.report.timeline.save(options.timeline)
     figures["ssd_files"] = [vars(use) for use in run.report.ssd_files]
@@ -331,11 +336,12 @@ def _steps(
     options: argparse.Namespace,
     trainee: Trainee,
     findings: Findings | None = None,
-    watch: DiskWatch | None = None,
+    rates: Callable[[], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """Losses stay tensors: what reads them inside a run would be one more kernel.
 
-    With ``watch`` the training pauses now and then; the first step after a pause does not count.
+    With ``rates``, of the disk, the training pauses for them now and then; the first step after a
+    pause does not count.
     """
     losses: list[Tensor] = []
     told: list[float] = []
@@ -348,16 +354,17 @@ def _steps(
         if findings is not None:
             findings.add("seconds_so_far", told)
 
-    for begin, end in _stretches(options.steps, None if watch is None else options.watch_disk):
-        if watch is not None and begin > 0:
-            disks.append(_told_rates(watch))
+    for begin, end in _stretches(options.steps, None if rates is None else options.watch_disk):
+        if rates is not None and begin > 0:
+            disks.append(rates())
         step = functools.partial(_step, trainee, begin)
         found, seconds = run_told(step, end - begin, options.device, tell)
         losses += found
-        if begin > 0:
-            counted += seconds if watch is None else seconds[1:]
-    if watch is not None:
-        disks.append(_told_rates(watch))
+        counted += seconds[1:] if begin > 0 else []
+    if rates is None:
+        counted = told[WARM_UP:]
+    else:
+        disks.append(rates())
     return {
         "losses": losses,
         "all_step_seconds": told,
@@ -371,13 +378,15 @@ def _step(trainee: Trainee, begin: int, number: int) -> Tensor:
 
 
 def _stretches(num_steps: int, length: int | None) -> list[tuple[int, int]]:
-    """Begin and end of steps without a pause: those that do not count, then ``length`` each."""
-    begins = [0, *range(WARM_UP, num_steps, length or num_steps)]
+    """Begin and end of steps without a pause: all, or those that do not count and then ``length``
+    each.
+    """
+    begins = [0] if length is None else [0, *range(WARM_UP, num_steps, length)]
     return list(pairwise([*begins, num_steps]))
 
 
-def _told_rates(watch: DiskWatch) -> dict[str, float]:
-    rates = watch.rates()
+def _told_rates(watch: DiskWatch, run: Execution) -> dict[str, float]:
+    rates = watch.rates(lambda: run.report.ssd_files)
     say("disk now: " + ", ".join(f"{kind} {format_rate(rate)}" for kind, rate in rates.items()))
     return rates
 

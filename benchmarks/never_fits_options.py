@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,9 @@ SUBJECT = (
     "watch_disk",
 )
 """Options that decide what is found."""
+
+OF_THE_RUN = ("steps", "watch_disk")
+"""Those among them that a prediction of a run that is over takes from its file."""
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -61,3 +65,12 @@ def arguments(description: str | None) -> argparse.Namespace:
         options.model, options.device, options.sequence = SMOKE_MODEL, "cpu", 32
         options.planner, options.hardware, options.reference = "greedy", "cpu", True
     return options
+
+
+def subject_of(options: argparse.Namespace) -> dict[str, object]:
+    """What decides what is found."""
+    subject = {name: getattr(options, name) for name in SUBJECT}
+    if options.until == "plan" and options.output is not None and options.output.exists():
+        earlier = json.loads(options.output.read_text()).get("subject", {})
+        subject |= {name: earlier.get(name) for name in OF_THE_RUN}
+    return subject

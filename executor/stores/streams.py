@@ -24,8 +24,6 @@ from teraio.executor.stores.in_flight import InFlight
 TURN_BYTES = 64 * 2**20
 """What one stream of a queue copies before it is the other's turn: a millisecond."""
 
-_STREAMS_PER_QUEUE = 2
-
 _REBASE_SECONDS = 30.0
 _ROUND_TRIPS = 10
 
@@ -122,10 +120,9 @@ class StreamQueue:
     """
 
     def __init__(self, *, is_urgent: bool) -> None:
-        priority = -1 if is_urgent else 0
-        self._streams = deque(
-            torch.cuda.Stream(priority=priority) for _ in range(_STREAMS_PER_QUEUE)
-        )
+        # Urgent transfers are few. Streams share a GPU's channels, so no more than are of use.
+        priority, num_streams = (-1, 1) if is_urgent else (0, 2)
+        self._streams = deque(torch.cuda.Stream(priority=priority) for _ in range(num_streams))
         self._bytes_of_turn = 0
         self.transfers: deque[StreamTransfer] = deque()
 
@@ -136,7 +133,8 @@ class StreamQueue:
 
     def begin_copy(self, nbytes: int) -> None:
         """It is the next stream's turn, if so many bytes more are too many for one turn."""
-        if self._bytes_of_turn > 0 and self._bytes_of_turn + nbytes > TURN_BYTES:
+        is_over = self._bytes_of_turn > 0 and self._bytes_of_turn + nbytes > TURN_BYTES
+        if is_over and len(self._streams) > 1:
             self._streams.rotate()
             self.stream.wait_stream(self._streams[1])
             self._bytes_of_turn = 0
@@ -157,10 +155,14 @@ class StreamQueue:
         while self.transfers and self.transfers[0].done:
             in_flight.remove(self.transfers.popleft())
 
-    def close(self) -> None:
-        """Wait for the streams. Whoever keeps a transfer, for a report, keeps not what it moved."""
+    def synchronize(self) -> None:
+        """Wait for the streams."""
         for stream in self._streams:
             stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for the streams. Whoever keeps a transfer, for a report, keeps not what it moved."""
+        self.synchronize()
         for transfer in self.transfers:
             transfer.wait()
         self.transfers.clear()
@@ -211,6 +213,10 @@ class StreamQueues:
             with torch._C._DisableTorchDispatch():
                 slot = self._arena[offset_bytes : offset_bytes + nbytes]
                 queue.copy(*((slot, buffer) if is_write else (buffer, slot)))
+        except BaseException:
+            # No transfer keeps the buffer of what has been copied by now.
+            queue.synchronize()
+            raise
         finally:
             torch.cuda.set_stream(compute)
         end.record(queue.stream)

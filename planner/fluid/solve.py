@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,8 @@ def solve(program: LinearProgram, time_limit: float | None = None) -> Solution:
             continue
         found = _attempt(program, solver, presolves, left)
         if found is not None and (best.duals is None or found.duals is not None):
-            best = found
+            # Duals bound whatever the values are, and values guide without duals.
+            best = found if found.values is not None else replace(found, values=best.values)
         if best.status in _CONCLUSIVE:
             break
     return best

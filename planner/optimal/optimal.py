@@ -164,8 +164,10 @@ def _without_bounce_buffers(hardware: Hardware, rank: int, margin: float) -> Har
 def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     """Steps 1 to 4 of the module's text."""
     is_small = search.problem.is_small
-    # Where a guide follows, this is no more than what there is if the guide fails.
-    search.try_longest_idle(max_rounds=None if is_small or start is not None else 1)
+    # One is enough where guides follow that have all the time they need.
+    is_guided = not is_small and start is None and search.deadline is None
+    max_rounds = 1 if is_guided else None
+    search.try_longest_idle(max_rounds)
     if start is not None:
         search.try_choice(*choice_of_plan(search.problem, start), "an earlier plan")
         search.try_without_needless()
@@ -176,9 +178,12 @@ def _run_steps(search: Search, report: Progress, start: Plan | None) -> None:
     scopes = [_Scope(search, Guiding.of(search.problem))]
     on_host = scopes[0].with_host_alone()
     if on_host is not None:
-        on_host.search.try_longest_idle(max_rounds=None if is_small else 1)
+        on_host.search.try_longest_idle(max_rounds)
         scopes.insert(0, on_host)
+    num_found = len(search.found)
     search, guiding = _follow_guides(scopes)
+    if is_guided and len(search.found) == num_found:
+        search.try_longest_idle()
     search.try_without_needless()
     if (search.deadline is not None or is_small) and not _is_ideal(search):
         report("searching locally")

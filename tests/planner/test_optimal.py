@@ -26,8 +26,10 @@ from teraio.planner import plan as make_plan
 from teraio.planner import plan_summary
 from teraio.planner.greedy import plan_greedy
 from teraio.planner.milp.exact import plan_milp
+from teraio.planner.optimal.guiding import Guiding
 from teraio.planner.optimal.optimal import plan_optimal
-from teraio.planner.optimal.search import SECONDS_PER_MOVE
+from teraio.planner.optimal.periods import Problem
+from teraio.planner.optimal.search import SECONDS_PER_MOVE, Search
 from teraio.planner.verifier import verify
 from teraio.simulator import simulate
 from teraio.traces.trace import Trace
@@ -363,3 +365,26 @@ def test_planning_again_for_other_budgets(make_hardware: MakeHardware) -> None:
     assert bounds == sorted(bounds, reverse=True)
     assert len(plan.moves) == 0
     assert plan.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_large_traces_do_without_a_guide_that_fails(
+    random_trace: RandomTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first choice that was to be made up by guides is then made with all its rounds."""
+    trace, hardware = random_case(1, random_trace)
+    monkeypatch.setattr(Problem, "is_small", False)
+    guided = plan_optimal(trace, hardware)
+    monkeypatch.setattr(Guiding, "advise", lambda *_, **__: None)
+    rounds: list[int | None] = []
+    try_longest_idle = Search.try_longest_idle
+
+    def watched(self: Search, max_rounds: int | None = None) -> None:
+        rounds.append(max_rounds)
+        try_longest_idle(self, max_rounds)
+
+    monkeypatch.setattr(Search, "try_longest_idle", watched)
+    plan = plan_optimal(trace, hardware)
+    assert (rounds[0], rounds[-1]) == (1, None)
+    assert len(guided.moves) > 0
+    assert len(plan.moves) > 0
+    check(trace, hardware, plan)
