@@ -237,11 +237,13 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read a trace; checksums, hash and invariants are verified. Raises InputError."""
-        tables, metadata = load_bundle(Path(path), "trace", _TABLES, TraceMetadata)
+        tables, metadata, content = load_bundle(Path(path), "trace", _TABLES, TraceMetadata)
         try:
-            return cls(**tables, metadata=metadata)
+            trace = cls(**tables, metadata=metadata)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+        vars(trace)["hash"] = content  # As the cached property would, which takes its time.
+        return trace
 
     def to_pandas(self) -> Any:
         """The storages as a DataFrame; ``kernels`` and ``accesses`` have their own."""

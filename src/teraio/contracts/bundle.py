@@ -77,8 +77,9 @@ def save_bundle(path: Path, kind: str, tables: Mapping[str, Table], metadata: An
 
 def load_bundle(
     path: Path, kind: str, tables: Mapping[str, type[Table]], metadata_class: type[M]
-) -> tuple[dict[str, Any], M]:
-    """Read what :func:`save_bundle` wrote, verifying checksums, kind, version and hash.
+) -> tuple[dict[str, Any], M, str]:
+    """Read what :func:`save_bundle` wrote, verifying checksums, kind, version and hash: the tables,
+    the metadata and the hash.
 
     Raises InputError that names the file and what is wrong with it.
     """
@@ -97,7 +98,7 @@ def load_bundle(
     metadata = build_dataclass(metadata_class, first.get("metadata"), str(path))
     if content_hash(loaded, metadata) != first["hash"]:
         raise InputError(f"{path}: the content does not match its hash; the files were changed")
-    return loaded, metadata
+    return loaded, metadata, first["hash"]
 
 
 def _check_is_bundle(path: Path, kind: str) -> None:

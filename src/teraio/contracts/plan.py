@@ -299,7 +299,7 @@ class Plan:
 
         Structure is judged by the verifier (``teraio.verify``), not here.
         """
-        tables, metadata = load_bundle(Path(path), "plan", _TABLES, PlanMetadata)
+        tables, metadata, _ = load_bundle(Path(path), "plan", _TABLES, PlanMetadata)
         return cls(**tables, metadata=metadata)
 
     def to_pandas(self) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -29,6 +30,11 @@ TextArray = npt.NDArray[np.object_]
 
 MISSING = -1
 """A null integer in memory. No column of any contract has a meaningful negative value."""
+
+_TEXT_COLUMNS: weakref.WeakValueDictionary[int, TextArray] = weakref.WeakValueDictionary()
+"""Text columns of tables, by ``id``: they are read-only, so another table may have them as they are
+(a plan has those of its trace's kernels, hundreds of thousands of texts).
+"""
 
 _DTYPES: dict[str, type] = {"int": np.int64, "float": np.float64, "bool": np.bool_, "text": object}
 
@@ -66,6 +72,8 @@ class Table:
                     f"but {self.COLUMNS[0].name} has {length}"
                 )
             array.flags.writeable = False
+            if column.kind == "text":
+                _TEXT_COLUMNS[id(array)] = array
             object.__setattr__(self, column.name, array)
 
     def __len__(self) -> int:
@@ -162,8 +170,9 @@ def _as_json(texts: list[str]) -> str:
 
 def _as_array(values: Any, column: Column, table: str) -> npt.NDArray[Any]:
     if column.kind == "text":
-        if _holds_texts(values):
-            return values.copy()  # type: ignore[no-any-return]
+        known = _TEXT_COLUMNS.get(id(values))
+        if known is not None and known is values and not known.flags.writeable:
+            return known
         array = np.empty(len(values), dtype=object)
         array[:] = [str(v) for v in values]
         return array
@@ -174,12 +183,6 @@ def _as_array(values: Any, column: Column, table: str) -> npt.NDArray[Any]:
         return np.array(raw, dtype=_DTYPES[column.kind]).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{table}.{column.name}: not readable as {column.kind}: {error}") from None
-
-
-def _holds_texts(values: Any) -> bool:
-    """Whether it is an array of texts already, as another table's columns are."""
-    is_array = isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1
-    return is_array and set(map(type, values.tolist())) <= {str}
 
 
 def _from_arrow_column(values: pa.ChunkedArray, column: Column, file: str) -> npt.NDArray[Any]:

@@ -143,7 +143,9 @@ class Timeline:
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Read a timeline. Raises InputError."""
-        tables, metadata = load_bundle(Path(path), "timeline", {"events": Events}, TimelineMetadata)
+        tables, metadata, _ = load_bundle(
+            Path(path), "timeline", {"events": Events}, TimelineMetadata
+        )
         return cls(events=tables["events"], metadata=metadata)
 
     def save_perfetto(self, path: str | Path) -> None:
