@@ -50,8 +50,9 @@ def solve(program: LinearProgram, time_limit: float | None = None) -> Solution:
             continue
         found = _attempt(program, solver, presolves, left)
         if found is not None and (best.duals is None or found.duals is not None):
-            # Duals bound whatever the values are, and values guide without duals.
-            best = found if found.values is not None else replace(found, values=best.values)
+            # Until one is sure, values of one and duals of another are of use.
+            is_whole = found.values is not None or found.status in _CONCLUSIVE
+            best = found if is_whole else replace(found, values=best.values)
         if best.status in _CONCLUSIVE:
             break
     return best

@@ -132,7 +132,6 @@ def test_recent_iterations(ended: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore::teraio.errors.OffloadWarning")
 def test_the_memory_of_a_gpu_is_free_again() -> None:
     """What is on its way to the host when the run ends does not keep its memory."""

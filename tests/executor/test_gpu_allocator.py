@@ -97,11 +97,7 @@ def test_another_stream_waits_for_a_move() -> None:
     assert (run.waited, other.waited) == ([], ["end of the copy"])
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
 @pytest.mark.gpu
-@needs_gpu
 def test_a_storage_moves_within_the_gpu() -> None:
     """The real allocator: another address, the same bytes, views too; a look shows both places."""
     allocator = GpuAllocator()
@@ -127,7 +123,6 @@ def test_a_storage_moves_within_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_another_stream_finds_a_storage_where_it_has_moved() -> None:
     """It waits for the copy, however late that is on the run's stream."""
     allocator = GpuAllocator()

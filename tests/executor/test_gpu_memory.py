@@ -296,11 +296,7 @@ class Unfinished:
     done = False
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
 @pytest.mark.gpu
-@needs_gpu
 def test_training_on_a_gpu(machine: Any) -> None:
     """The same losses, and as much reserved as predicted: blocks of a tenth of the budget each, as
     here, find fewer holes than those of a large model.

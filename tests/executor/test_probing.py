@@ -246,7 +246,6 @@ def test_sizes_fit_into_small_memory() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu(tmp_path: Path) -> None:
     """Links are what pinned copies show; the fit holds; memory is what is free."""
     before = torch.cuda.get_rng_state()
@@ -264,7 +263,6 @@ def test_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_does_not_count_the_time_to_issue() -> None:
     """Transfers of 256 KiB take less time than a thread needs to issue one."""
     effort = replace(FULL, sizes=(2**18, 64 * MIB), rounds=3)
@@ -277,7 +275,6 @@ def test_gpu_does_not_count_the_time_to_issue() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_disk_is_measured_through_both_backends(tmp_path: Path) -> None:
     """Or it is said why kvikio does not work here."""
     measured = measure_machine(device="cuda:0", directory=tmp_path, quick=True, sustained=1.0)
@@ -290,7 +287,6 @@ def test_gpu_disk_is_measured_through_both_backends(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_slowdowns_are_by_kind() -> None:
     """All four kinds; copies cost kernels little on a GPU that has engines for them."""
     effort = replace(FULL, sizes=(64 * MIB,), rounds=3)

@@ -498,7 +498,6 @@ def test_summary_has_the_keys_of_simulate_and_its_own() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestGpu:
     """The same on a GPU, whose kernels and transfers are put into streams."""
 

@@ -26,10 +26,7 @@ from teraio.executor.stores.checksums import place_sums
 from teraio.planner.policies.evict_everything import evict_everything
 from teraio.profiler.allocator_settings import exact_blocks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 KINDS = ["host", "file", "striped file", "gds", "striped gds", "verified host", "verified file"]

@@ -11,10 +11,7 @@ import torch
 from teraio.executor.stores import HostStore, Transfer
 from teraio.executor.stores.streams import TURN_BYTES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 STORE_BYTES = 3 * TURN_BYTES
 CLOCK_SECONDS = 2e-5
